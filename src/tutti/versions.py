@@ -3,6 +3,7 @@
 `make test-matrix` runs the quick tests on them. pyproject.toml and README state the same range; a test compares them.
 """
 
+import re
 from importlib.metadata import PackageNotFoundError, version
 
 from tutti.errors import UnsupportedVersion
@@ -31,5 +32,5 @@ def in_range(found: str, supported: tuple[str, str]) -> bool:
 
 
 def _release(text: str) -> tuple[int, int]:
-    major, minor = text.split(".")[:2]
-    return int(major), int(minor)
+    numbers = re.findall(r"\d+", text)[:2]  # Also of "2.15rc1".
+    return int(numbers[0]), int(numbers[1])

@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from weakref import WeakSet
 
 from tutti.collectives.calls import CollectiveCalls
 from tutti.errors import ConfigError
@@ -21,8 +22,8 @@ class WorldUsage:
 
     num_jobs: int = 0
     """Models that were distributed."""
-    exchanges: list[Exchange] = field(default_factory=list)
-    """Those of the jobs that are not finished."""
+    exchanges: WeakSet[Exchange] = field(default_factory=WeakSet)
+    """Those of the jobs that are not finished. Weak: a job may be dropped without `finish`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +70,7 @@ class World:
             own: the exchange that the call is of, which knows by itself that it waits.
         """
         with ExitStack() as waits:
-            for exchange in self.usage.exchanges:
+            for exchange in list(self.usage.exchanges):
                 if exchange is not own:
                     waits.enter_context(exchange.waiting())
             yield

@@ -1,8 +1,11 @@
 """Mistakes of the user's that would end in wrong weights: each is an error that names the remedy, on every rank."""
 
 import copy
+import gc
+import time
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 import tutti
 from support import run_ok, run_threads
 from tutti.collectives import mean, ring
-from tutti.errors import NonFiniteLoss, NonFiniteValues, ReplicaMismatch, TuttiError, WorkerFailed
+from tutti.errors import NonFiniteLoss, NonFiniteValues, RankLost, ReplicaMismatch, TuttiError, WorkerFailed
 from tutti.world import World
 
 ALLREDUCE, SERVERS, GOSSIP, PEERS, BLOCKS = "native", "ps:bsp", "gossip", "peers", "bmuf:every=2"
@@ -243,6 +246,9 @@ SUMS = {
     "cross entropy": _summed,
     "squares": lambda output, y: F.mse_loss(output, F.one_hot(y, 3).double(), reduction="sum"),
     "sum": lambda output, y: _spread(output, y).sum(),
+    "by dimensions": lambda output, y: _spread(output, y).sum(dim=(0, 1)),
+    "negative": lambda output, y: -_spread(output, y).sum(),
+    "with a term": lambda output, y: _summed(output, y) + -0.5 * output.pow(2).sum(),
     "two": lambda output, y: _summed(output, y) + _spread(output, y).sum(),
 }
 MEANS = {
@@ -253,6 +259,8 @@ MEANS = {
     "penalty": lambda output, y: F.cross_entropy(output, y) + output.pow(2).sum(),
     "weighted": lambda output, y: (_spread(output, y) * torch.full((len(y), 1), 1 / len(y))).sum(),
     "several": lambda output, y: torch.stack([F.cross_entropy(output, y), _spread(output, y).mean()]).sum(),
+    "joined": lambda output, y: torch.cat([F.cross_entropy(output, y)[None], _spread(output, y).mean()[None]]).sum(),
+    "means of classes": lambda output, y: _spread(output, y).mean(0).sum(),
     "one number": lambda output, y: F.cross_entropy(output, y).reshape(1).sum(),
 }
 
@@ -265,6 +273,173 @@ def test_sums_are_recognised_and_means_are_not() -> None:
         run_ok(_sum_loss, ALLREDUCE, loss, "mean", size=2, transport="shared_memory")
     for loss in MEANS.values():
         run_ok(_sum_loss, ALLREDUCE, loss, None, size=2, transport="shared_memory")
+
+
+def _sum_with_penalty(world: World, strategy: str) -> list[Tensor]:
+    """Second derivatives: what `torch.autograd.grad` returns is no multiple."""
+    model, optimizer, job = _started(world, strategy)
+    job.expect(loss="sum")
+    part = slice(0, 6) if world.size == 1 else (slice(0, 2), slice(2, 6))[world.rank]
+    with job:
+        for step in range(3):
+            x, y = _batch(0, step)
+            optimizer.zero_grad()
+            loss = _summed(model(x[part]), y[part])
+            slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+            # Linear in the gradient, so that the parts of a batch add up.
+            (loss + 0.1 * sum(slope.sum() for slope in slopes)).backward()
+            optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("strategy", [ALLREDUCE, SERVERS])
+def test_a_sum_with_second_derivatives(strategy: str) -> None:
+    (alone,) = run_ok(_sum_with_penalty, ALLREDUCE, size=1, transport="sockets")
+    for parameters in run_ok(_sum_with_penalty, strategy, size=2, transport="shared_memory"):
+        torch.testing.assert_close(parameters, alone, rtol=1e-10, atol=1e-10)
+
+
+def _sum_by_own_gradients(world: World) -> list[Tensor]:
+    model, optimizer, job = _started(world)
+    job.expect(loss="sum")
+    part = slice(0, 6) if world.size == 1 else (slice(0, 2), slice(2, 6))[world.rank]
+    with job:
+        for step in range(3):
+            x, y = _batch(0, step)
+            for p, grad in zip(
+                model.parameters(),
+                torch.autograd.grad(_summed(model(x[part]), y[part]), list(model.parameters())),
+                strict=True,
+            ):
+                p.grad = grad
+            optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_sum_of_gradients_that_backward_did_not_make() -> None:
+    (alone,) = run_ok(_sum_by_own_gradients, size=1, transport="sockets")
+    for parameters in run_ok(_sum_by_own_gradients, size=2, transport="shared_memory"):
+        torch.testing.assert_close(parameters, alone, rtol=1e-10, atol=1e-10)
+
+
+def _expects_late(world: World) -> None:
+    model, _, job = _started(world)
+    F.cross_entropy(model(_batch(world.rank, 0)[0]), _batch(world.rank, 0)[1]).backward()
+    job.expect(loss="sum")
+
+
+def test_expectations_after_a_backward_pass() -> None:
+    for message in _errors(_expects_late):
+        assert "before the first backward pass" in message
+
+
+# What is infinite on purpose, and what users do with inputs, optimisers and jobs
+
+
+class _Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _net()
+        self.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
+        self.frozen = nn.Parameter(torch.tensor(float("inf")), requires_grad=False)
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        return self.net(x if other is None else x + torch.sparse.mm(other, x))
+
+
+def _masked(world: World, strategy: str, sparse: bool) -> None:
+    model = _Masked()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    neighbours = torch.eye(6, dtype=torch.float64).to_sparse() if sparse else None
+    with tutti.distribute(model, optimizer, strategy, world=world):
+        for step in range(4):
+            x, y = _batch(world.rank, step)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x, neighbours), y).backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse inputs"])
+@pytest.mark.parametrize("strategy", [ALLREDUCE, BLOCKS])
+def test_masks_and_sparse_inputs_are_no_mistake(strategy: str, sparse: bool) -> None:
+    run_ok(_masked, strategy, sparse, size=2, transport="shared_memory")
+
+
+class _EverySecond(torch.optim.Optimizer):
+    """Steps another optimiser every second time, as wrappers for accumulation do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        self._inner, self._calls = inner, 0
+
+    def step(self, closure: Any = None) -> None:
+        self._calls += 1
+        if self._calls % 2 == 0:
+            self._inner.step()
+
+
+def _steps_by_wrapper(world: World) -> None:
+    model, optimizer, job = _started(world)
+    wrapper = _EverySecond(optimizer)
+    with job:
+        for step in range(4):
+            F.cross_entropy(model(_batch(world.rank, step)[0]), _batch(world.rank, step)[1]).backward()
+            wrapper.step()
+
+
+def test_a_wrapper_that_steps_now_and_then_is_no_mistake() -> None:
+    run_ok(_steps_by_wrapper, size=2, transport="shared_memory")
+
+
+def _drops_its_job(world: World) -> bool:
+    def trial() -> ref[nn.Module]:
+        model, optimizer, _ = _started(world)
+        _step(model, optimizer, _batch(world.rank, 0))
+        return ref(model)
+
+    dropped = trial()
+    gc.collect()
+    return dropped() is None
+
+
+def test_a_job_that_is_dropped_is_collected() -> None:
+    assert all(run_ok(_drops_its_job, size=2, transport="shared_memory"))
+
+
+def _keeps_no_batch(world: World) -> bool:
+    model, optimizer, job = _started(world, BLOCKS)
+    with job:
+        for step in range(4):
+            x, y = _batch(world.rank, step)
+            _step(model, optimizer, (x, y))
+        last = ref(x)
+        del x, y
+        return last() is None
+
+
+def test_the_last_batch_is_not_kept() -> None:
+    assert all(run_ok(_keeps_no_batch, size=2, transport="shared_memory"))
+
+
+def _nan_on_one_rank_alone(world: World) -> None:
+    model, optimizer, job = _started(world, "ring")
+    with job:
+        for step in range(4):
+            optimizer.zero_grad()
+            F.cross_entropy(model(_batch(world.rank, step)[0]), _batch(world.rank, step)[1]).backward()
+            if world.rank == 0 and step == 2:
+                for p in model.parameters():
+                    p.grad.fill_(float("nan"))  # type: ignore[union-attr]
+            optimizer.step()
+
+
+def test_a_gradient_that_the_user_made_nan_on_one_rank() -> None:
+    """The others are elsewhere, and do not answer: the rank says so itself, at once."""
+    start_s = time.monotonic()
+    first, second = run_threads(_nan_on_one_rank_alone, size=2, transport="sockets")
+    assert isinstance(first, NonFiniteValues)
+    assert isinstance(second, RankLost)
+    assert time.monotonic() - start_s < 10
 
 
 # Models that were changed
@@ -478,7 +653,22 @@ def test_distribute_was_forgotten(capfd: pytest.CaptureFixture[str]) -> None:
     warning = "rank 0: an optimiser has stepped in a world of 2 ranks, and no model is distributed"
     assert warning in output
     assert f"ConfigError: {warning}" in output
-    assert "Call tutti.distribute(model, optimizer) before it." in output
+    assert "Call tutti.distribute(model, optimizer) before it" in output
+
+
+def _second_world() -> None:
+    tutti.init().close()
+    world = tutti.init()
+    model = _net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tutti.distribute(model, optimizer):
+        for step in range(3):
+            _step(model, optimizer, _batch(world.rank, step))
+
+
+def test_a_world_that_was_closed_is_not_judged_by_the_next(capfd: pytest.CaptureFixture[str]) -> None:
+    tutti.launch(_second_world, workers=2)
+    assert "no model is distributed" not in capfd.readouterr().err
 
 
 def test_a_script_that_averages_by_itself_is_not_judged(capfd: pytest.CaptureFixture[str]) -> None:

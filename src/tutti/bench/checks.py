@@ -75,7 +75,7 @@ def _own_seconds(checks: TrainingChecks, replica: HookedReplica) -> float:
     for _ in range(_OWN_ROUNDS):
         start = time.thread_time()
         for _ in range(_OWN_STEPS):
-            checks.pass_started()
+            checks.pass_started(replica.slots[-1])
             checks.pass_finished()
             checks.before_step()
             checks.optimizer_steps(replica.optimizer)

@@ -48,7 +48,7 @@ class Job(CollectiveValues, JobProgress, NotCopied):
         self._exchange = exchange
         self._started_s = exchange.transport.now()
         self._finished = self._was_leader = False
-        world.usage.exchanges.append(exchange)
+        world.usage.exchanges.add(exchange)
         self._previous_world = previous_world
         """The world that `tutti.world()` returned before `distribute`; restored at the end."""
         _ = world.calls  # Opened by all ranks here, where they are together.
@@ -188,7 +188,7 @@ class Job(CollectiveValues, JobProgress, NotCopied):
     def _release(self) -> None:
         """Detach the model and close the job's transport. Not collective: it also ends a job that failed."""
         self._finished = True
-        self.world.usage.exchanges.remove(self._exchange)
+        self.world.usage.exchanges.discard(self._exchange)
         # In this order: background work stops, then gradients are copied out of shared memory, then it is unmapped.
         self._exchange.close()
         self._replica.detach()

@@ -183,26 +183,33 @@ def _leave_at_exit(world: World) -> None:
     """
     # The hook runs before exit handlers, and before Python waits for threads: others learn of a failure at once.
     before = sys.excepthook
-    checks = [UndistributedCheck(world)]
+    check = UndistributedCheck(world)
+    world.at_close.append(check.closed)
+    _undistributed.append(check)
 
     def failed(*error: Any) -> None:
-        checks.clear()  # The script has an error to report already.
+        _undistributed.clear()  # The script has an error to report already.
         world.leave()
         before(*error)
 
-    def ended() -> None:
-        try:
-            for check in checks:
-                check.finished()
-        except ConfigError as error:
-            print(f"ConfigError: {error}", file=sys.stderr, flush=True)
-            sys.stdout.flush()
-            world.close()
-            os._exit(1)  # A handler cannot set the status in another way.
-        world.close()
-
     sys.excepthook = failed
-    atexit.register(ended)
+    atexit.register(world.close)
+
+
+_undistributed: list[UndistributedCheck] = []
+"""Checks of all worlds of this process."""
+
+
+def _exit_status() -> None:
+    """End the process with status 1 if it has trained without the others. It runs after other exit handlers."""
+    if mistake := next(filter(None, (check.mistake() for check in _undistributed)), ""):
+        print(f"ConfigError: {mistake}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)  # A handler cannot set the status in another way.
+
+
+# Here, and not in `init`: handlers run in the reverse order, and those of the user must not be left out.
+atexit.register(_exit_status)
 
 
 @cache  # A second world of this process uses the same connection.

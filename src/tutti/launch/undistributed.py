@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tutti.errors import ConfigError
 from tutti.world import World
 
 _log = logging.getLogger("tutti")
@@ -47,11 +46,15 @@ class UndistributedCheck:
     def _message(self) -> str:
         return (
             f"rank {self._world.rank}: an optimiser has stepped in a world of {self._world.size} ranks, and no model "
-            "is distributed: each rank trains a model of its own. Call tutti.distribute(model, optimizer) before it."
+            "is distributed: each rank trains a model of its own. Call tutti.distribute(model, optimizer) before it, "
+            "or leave out tutti.init() if they are meant to be separate."
         )
 
-    def finished(self) -> None:
-        """Raise `ConfigError` if this process has trained and never communicated. Call it when its work is done."""
+    def closed(self) -> None:
+        """The world is closed: optimisers that step from now on are none of its business."""
         self._handle.remove()
-        if self._num_steps and not self._communicates and not self._is_distributed():
-            raise ConfigError(self._message())
+        self._is_forgotten = bool(self._num_steps) and not self._communicates and not self._is_distributed()
+
+    def mistake(self) -> str:
+        """Return what to tell if this process has trained and never communicated; nothing otherwise."""
+        return self._message() if self._is_forgotten else ""

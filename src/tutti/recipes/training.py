@@ -154,7 +154,7 @@ def _set_rate(
     optimizer: Optimizer, config: TrainingConfig, training_recipe: Recipe, world: World, num_samples: int
 ) -> LRScheduler | None:
     """Set the learning rate before the job starts, whose servers take it over; `num_samples` of all epochs."""
-    strategy = as_strategy(config.strategy)
+    strategy = world.strategy or as_strategy(config.strategy)  # As `distribute` chooses.
     batch_size = config.batch_size or training_recipe.batch_size
     rule = combined_rule(
         strategy,

@@ -95,27 +95,35 @@ class BackwardPass:
                 backward.arrivals.append(slot)
             # The first gradient of a pass starts it, even if it completes no bucket.
             if bucket.missing == 0 or not backward.running:
-                backward.advance()
+                backward.advance(slot)
 
         return on_gradient
 
-    def advance(self) -> None:
-        """Start the pass if it has not begun, and hand over the buckets that are complete."""
+    def advance(self, slot: Slot | None = None) -> None:
+        """Start the pass if it has not begun, and hand over the buckets that are complete.
+
+        `slot` is the parameter whose gradient has arrived, where there is one.
+        """
         if torch.is_grad_enabled():  # backward(create_graph=True): what is done here is no part of that graph.
             with torch.no_grad():
-                return self.advance()
+                return self.advance(slot)
         with self._lock:
             if not self.running:
-                self.start()
+                self.start(slot=slot)
             self._hand_over(complete_only=True)
 
-    def start(self, in_backward: bool = True) -> None:
-        """Begin a pass. `in_backward` is False where gradients of earlier passes are exchanged without a backward."""
+    def start(self, in_backward: bool = True, slot: Slot | None = None) -> None:
+        """Begin a pass.
+
+        Args:
+            in_backward: False where gradients of earlier passes are exchanged without a backward.
+            slot: the parameter whose gradient came first, where it is known.
+        """
         replica = self._replica
         if replica.away:
             raise ConfigError("a backward pass inside job.away(), in which this rank takes no part: train outside it.")
         if replica.checks is not None:
-            replica.checks.pass_started()
+            replica.checks.pass_started(slot)
         self.running = True
         self._check_still_frozen()
         if in_backward:
@@ -173,6 +181,7 @@ class BackwardPass:
     def factors_caught(self, layer: FactoredLayer, pair: Pair) -> None:
         """Take a pair of factors of a layer's gradient. Called in backward, in place of the gradient's hook."""
         replica = self._replica
+        pair = (replica.contribution.as_part_of_sum(pair[0]), pair[1])
         if layer.keeps_gradient:
             self._factors_caught_with_gradient(layer, pair)
             return

@@ -64,6 +64,8 @@ class HookedReplica(Replica):
         self._listener: Listener | None = None
         self._scope: EventScope = "steps"
         self._handles: list[Any] = []
+        self._accumulators: list[Any] = []
+        """Autograd's nodes that have hooks of this replica: a parameter holds its own weakly."""
         self._backward = BackwardPass(self)
         self._catcher: Catcher | None = None
         self._step_checks: StepChecks | None = None
@@ -97,13 +99,19 @@ class HookedReplica(Replica):
 
     def sum_gradients(self, num_ranks: int) -> None:
         """Make the mean over ranks a sum, for a loss that is a sum over samples: each rank sends a multiple."""
+        replica_ref = ref(self)
 
-        def scale(gradient: Tensor) -> Tensor:
-            return gradient * (0.0 if self.contribution.is_empty else float(num_ranks))
+        def scale(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+            replica = replica_ref()
+            return None if replica is None else tuple(map(replica.contribution.as_part_of_sum, gradients))
 
-        # Before autograd accumulates them: what `p.grad` holds from earlier passes is exchanged already.
-        self._handles += [slot.tensor.register_hook(scale) for slot in self.slots]
-        self.contribution.equal_weights = True
+        for slot in self.slots:
+            # Before autograd accumulates them: what `p.grad` holds from earlier passes is exchanged already. And not
+            # a hook of the tensor: `torch.autograd.grad` calls these too, and the user would get a multiple.
+            accumulator: Any = torch.autograd.graph.get_gradient_edge(slot.tensor).node
+            self._handles.append(accumulator.register_prehook(scale))
+            self._accumulators.append(accumulator)
+        self.contribution.num_summed = num_ranks
 
     def take_samples(self) -> float:
         weight = self.contribution.take()
@@ -114,6 +122,7 @@ class HookedReplica(Replica):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._accumulators.clear()
         if self._catcher is not None:
             self._catcher.detach()
         if self.loss_scaling is not None:
@@ -146,6 +155,9 @@ class HookedReplica(Replica):
         if self._scope != "gradients" or not self.syncing:
             return
         for slot in self.slots:
+            # One that autograd did not accumulate, but the user made, was not scaled yet.
+            if slot.tensor.grad is not None and not slot.touched and self.contribution.num_summed:
+                slot.tensor.grad = self.contribution.as_part_of_sum(slot.tensor.grad)
             # No hook will be called, so the flags of buckets are derived from the gradients that are there.
             slot.touched = slot.tensor.grad is not None
         self._backward.start(in_backward=False)

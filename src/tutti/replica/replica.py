@@ -54,8 +54,8 @@ class GradientClock(Protocol):
 class Checks(Protocol):
     """Checks that run while a replica is trained, as far as a replica calls them."""
 
-    def pass_started(self) -> None:
-        """A backward pass that is exchanged has begun."""
+    def pass_started(self, slot: Slot | None) -> None:
+        """A backward pass that is exchanged has begun; `slot` is the parameter whose gradient came first, if known."""
         ...
 
     def pass_finished(self) -> None:

@@ -59,12 +59,17 @@ class Contribution:
         """Whether a batch from `shard` is among them."""
         self.last_weight = 1.0
         """Weight of the last exchange."""
-        self.equal_weights = False
-        """Whether every exchange has the weight 1: gradients of losses that are sums say themselves what they weigh."""
+        self.num_exchanges = 0
+        """Exchanges so far."""
+        self.num_summed = 0
+        """Number of ranks whose gradients are added up, because the loss is a sum; 0 where they are averaged.
+
+        Every exchange then has the weight 1: gradients of sums say themselves what they weigh.
+        """
 
     def add(self, num_samples: float) -> None:
         """State samples of the next exchange; NaN asks every rank to stop."""
-        if self.equal_weights and not isnan(num_samples):
+        if self.num_summed and not isnan(num_samples):
             raise ConfigError(
                 'job.contributed has no meaning with loss="sum", which adds gradients up and weighs none of them: '
                 "leave it out, or use a mean."
@@ -74,7 +79,16 @@ class Contribution:
     @property
     def is_empty(self) -> bool:
         """Whether the batch that is trained on does not count: it has taken its place where `shard` had none left."""
-        return self._sample_counts.num_batches > 0 and self._sample_counts.num_samples == 0
+        # Only a batch that was given out for this pass: `num_samples` is that of the last one, however long ago.
+        given_out = self._sample_counts.num_batches > self._num_seen or self._counted_batch
+        return given_out and self._sample_counts.num_samples == 0
+
+    def as_part_of_sum(self, gradient: Tensor) -> Tensor:
+        """Return what this rank contributes of a gradient, so that the mean over ranks becomes the sum if it should."""
+        if not self.num_summed:
+            return gradient
+        # Not a product with 0, which would keep a NaN.
+        return torch.zeros_like(gradient) if self.is_empty else gradient * float(self.num_summed)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the number of rows of a forward pass."""
@@ -95,10 +109,11 @@ class Contribution:
     def take(self) -> float:
         """Return the weight of the exchange that starts now: the last one again, where nothing new was counted."""
         self.backward()
+        self.num_exchanges += 1
         # A second backward through the same graph has no forward pass of its own.
         weight = self.last_weight if self._counted is None else self._counted
         weight = weight if self._stated is None else self._stated
-        if self.equal_weights and not isnan(weight):
+        if self.num_summed and not isnan(weight):
             weight = 1.0
         self._stated, self._counted, self._counted_batch, self.last_weight = None, None, False, weight
         return weight

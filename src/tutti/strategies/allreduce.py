@@ -297,13 +297,12 @@ class AllReduceExchange(Exchange):
         super().consensus(optimizer)
 
     def finish(self) -> None:
-        if self.transport.cluster is None:  # It would take virtual time.
-            self._agree(FINISH)
+        self._agree(FINISH)
         super().consensus()
 
     def _agree(self, call: int) -> None:
         """Return when all ranks are in this call. Raises the same error on every rank if some are elsewhere."""
-        if self.transport.size > 1:
+        if self.transport.size > 1 and self.transport.cluster is None:  # In a simulation it would take virtual time.
             try:
                 self._mean.agree(call)
             except DifferentCalls as differ:

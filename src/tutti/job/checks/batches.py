@@ -4,6 +4,7 @@ from hashlib import blake2b
 from json import dumps
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -21,21 +22,24 @@ class BatchRecord:
     def __init__(self, sample_counts: SampleCounts) -> None:
         self._sample_counts = sample_counts
         self._num_sharded = sample_counts.num_batches
-        self._inputs: Any = None
+        self._inputs: list[Any] = []
         self._digests: list[str] = []
         self._comparable = True
 
     def forward(self, inputs: Any) -> None:
         """Keep what the model is given, until a backward pass shows that it is trained on."""
-        self._inputs = inputs
+        # All of them: a discriminator, for example, goes forward with real and with generated samples.
+        self._inputs.append(inputs)
 
     def add(self) -> None:
         """Add the batch of the backward pass that has begun; the record is complete after two."""
         if self._sample_counts.num_batches != self._num_sharded:
             self._comparable = False  # From `tutti.shard`: another part of the data on every rank.
         tensors = [leaf for leaf in tree_leaves(self._inputs) if isinstance(leaf, Tensor)]
-        self._inputs = None
-        if not tensors:  # In a compiled model, for example, which calls no hook that could keep them.
+        self._inputs = []
+        # None in a compiled model, for example, which calls no hook that could keep them. Sparse and nested tensors
+        # have no values in one piece.
+        if not tensors or any(tensor.layout != torch.strided or tensor.is_nested for tensor in tensors):
             self._comparable = False
         if self._comparable:
             self._digests.append(dumps([fingerprint(tensor) for tensor in tensors]))

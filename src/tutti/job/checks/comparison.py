@@ -1,5 +1,6 @@
 """Comparisons between replicas: a few numbers of each rank, and what they mean where they differ."""
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -12,8 +13,13 @@ from tutti.transports import Transport, Work
 RESERVED_TAG = 2**14
 """Tags of messages of checks begin here: collectives use small ones, and MPI guarantees tags up to 32,767."""
 
-_LAST_TAG = RESERVED_TAG - 1
-"""Tag of the comparison at the end."""
+_NUM_JOBS = 2**12
+"""Numbers of jobs that are told apart: messages of one that failed are not taken for those of the next."""
+
+
+def tag_of(kind: int, job: int) -> int:
+    """Return the tag of a kind of message, from 0 to 3, of the job with a number."""
+    return RESERVED_TAG + kind * _NUM_JOBS + job % _NUM_JOBS
 
 
 def share(numbers: list[int], transport: Transport) -> list[list[int]]:
@@ -24,13 +30,13 @@ def share(numbers: list[int], transport: Transport) -> list[list[int]]:
     return rows.tolist()
 
 
-def share_among_living(numbers: list[int], transport: Transport) -> dict[int, list[int]]:
+def share_among_living(numbers: list[int], transport: Transport, tag: int) -> dict[int, list[int]]:
     """Return the numbers of every rank that is not lost, by rank. Collective among them.
 
     Every rank sends directly to all others, so that no rank waits for one that waits for a lost one.
     """
     local = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    messages = Messages(local, transport, _LAST_TAG)
+    messages = Messages(local, transport, tag)
     return {rank: row.tolist() for rank, row in messages.wait().items()}
 
 
@@ -51,6 +57,14 @@ class Messages:
         """Whether every message has been sent and received, and no peer is lost."""
         return all(work is not None and work.done() for work in [*self._sends, *self._receives.values()])
 
+    def wait_for(self, seconds: float) -> dict[int, Tensor]:
+        """Return the tensors of this rank and of those whose messages come within some seconds, by rank."""
+        deadline = time.monotonic() + seconds
+        while not self.done() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        came = {peer: row for peer, row in self._rows.items() if _has_come(self._receives[peer])}
+        return dict(sorted({**came, self._rank: self._local}.items()))
+
     def wait(self) -> dict[int, Tensor]:
         """Return the tensors of this rank and of all that sent theirs, by rank. One that was lost after that counts."""
         for work in self._sends:
@@ -65,6 +79,11 @@ def _started(start: Callable[[Tensor, int, int], Work], tensor: Tensor, peer: in
         return start(tensor, peer, tag)
     except RankLost:
         return None
+
+
+def _has_come(work: Work | None) -> bool:
+    """Whether a message is here. Does not wait."""
+    return work is not None and work.done() and _completes(work)
 
 
 def _completes(work: Work | None) -> bool:

@@ -16,7 +16,7 @@ def expect(replica: HookedReplica, strategy: Strategy, world: World, loss: LossK
     mistake = _mistake(replica, strategy, loss)
     by_rank = all_gather_json([mistake, loss, same_batches], world.transport)
     if mistakes := [other for other, *_ in by_rank if other]:
-        raise ConfigError(mistakes[0])
+        raise ConfigError(f"rank {world.rank}: {mistakes[0]}")
     for rank, (_, *said) in enumerate(by_rank):
         if said != by_rank[0][1:]:
             raise ConfigError(
@@ -30,8 +30,8 @@ def expect(replica: HookedReplica, strategy: Strategy, world: World, loss: LossK
 
 
 def _mistake(replica: HookedReplica, strategy: Strategy, loss: str | None) -> str:
-    if replica.steps or replica.contribution.equal_weights:
-        return "job.expect is called once, before the first step."
+    if replica.steps or replica.contribution.num_exchanges or replica.contribution.num_summed:
+        return "job.expect is called once, before the first backward pass."
     if loss not in (None, "mean", "sum"):
         return f'job.expect: loss must be "mean" or "sum", got {loss!r}.'
     if loss == "sum" and not strategy.steps_by_mean_gradient:

@@ -1,6 +1,8 @@
 """Fingerprints of tensors: equal for equal bits, and different, but for rare accidents, for any other."""
 
 from collections.abc import Sequence
+from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +15,7 @@ _WIDTH = 1024
 def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
     """Return a number for each tensor, computed from its bits and their positions."""
     parts = [_parts(tensor.detach()) for tensor in tensors]
-    # One transfer for all of them: each would wait for the GPU by itself.
-    numbers = torch.stack([part.cpu() for part in parts]).tolist() if parts else []
+    numbers = _numbers(parts)
     return [combined(row) for row in numbers]
 
 
@@ -51,7 +52,16 @@ def first_non_finite(tensors: Sequence[Tensor]) -> int | None:
     candidates = [(i, t) for i, t in enumerate(tensors) if t.is_floating_point() and t.numel()]
     if not candidates:
         return None
-    # The extremes of a tensor are NaN if any element is. One transfer for all, as above.
-    extremes = [torch.stack(torch.aminmax(tensor.detach())).cpu().double() for _, tensor in candidates]
-    finite = torch.isfinite(torch.stack(extremes)).all(1).tolist()
+    # The extremes of a tensor are NaN if any element is.
+    extremes = [torch.stack(torch.aminmax(tensor.detach())).double() for _, tensor in candidates]
+    finite = [all(map(isfinite, pair)) for pair in _numbers(extremes)]
     return next((index for (index, _), is_finite in zip(candidates, finite, strict=True) if not is_finite), None)
+
+
+def _numbers(rows: Sequence[Tensor]) -> list[list[Any]]:
+    """Return the values of small tensors, of which some may be on a GPU: one transfer for all on a device."""
+    found: dict[int, list[Any]] = {}
+    for device in {row.device for row in rows}:
+        indices = [index for index, row in enumerate(rows) if row.device == device]
+        found.update(zip(indices, torch.stack([rows[index] for index in indices]).tolist(), strict=True))
+    return [found[index] for index in range(len(rows))]

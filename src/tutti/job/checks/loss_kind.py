@@ -10,7 +10,6 @@ factor when the first gradient is there.
 """
 
 import sys
-from math import prod
 from types import FrameType
 from typing import Any
 
@@ -31,6 +30,23 @@ _BACKWARD_FRAME = "_engine_run_backward"
 
 _MAX_NODES = 64
 
+_ADDITIONS = ("AddBackward0", "SubBackward0", "NegBackward0")
+"""Nodes that add terms of the loss, with either sign."""
+
+_ELEMENTWISE = (
+    *_ADDITIONS,
+    "MulBackward0",
+    "DivBackward0",
+    "PowBackward0",
+    "AbsBackward0",
+    "ExpBackward0",
+    "LogBackward0",
+)
+"""Nodes whose result has a value for each sample where their inputs have."""
+
+_NOT_OF_SAMPLES = ("Mean", "Sum", "Stack", "Cat", "Norm", "LinalgVectorNorm", "Prod", "Logsumexp", "Max", "Min")
+"""Beginnings of the names of nodes after which values are no longer one for each sample."""
+
 
 def is_sum_loss(thread: int) -> bool:
     """Return whether the backward pass that `thread` has called is surely that of a sum. False where it is unknown."""
@@ -48,32 +64,49 @@ def _loss_of(frame: FrameType | None) -> Tensor | None:
 
 
 def _is_sum(root: Any) -> bool:
-    """Whether all terms of the loss are sums. A sum beside a mean is a penalty, which samples have no part in."""
-    pending, num_sums = [root], 0
+    """Whether the loss has a term that a loss function sums, or nothing but terms that are sums over samples.
+
+    A plain `.sum()` beside a mean is not judged: it may be a penalty, which samples have no part in.
+    """
+    pending, num_sums, unknown = [root], 0, False
     for _ in range(_MAX_NODES):
         if not pending:
-            return num_sums > 0
+            break
         node = pending.pop()
         kind = node.name()
-        inputs = [parent for parent, _ in node.next_functions if parent is not None]
-        if kind in ("AddBackward0", "StackBackward0") or (kind == "SumBackward0" and not _sums_samples(node)):
-            pending += inputs
-        elif kind == "SumBackward0" and any(_may_be_a_mean(parent) for parent in inputs):
-            return False
-        elif kind == "SumBackward0" or getattr(node, "_saved_reduction", None) == _REDUCTION_OF_SUM:
+        if getattr(node, "_saved_reduction", None) == _REDUCTION_OF_SUM:
+            return True
+        if kind in _ADDITIONS or (kind == "SumBackward0" and not _sums_samples(node)):
+            pending += [parent for parent, _ in node.next_functions if parent is not None]
+        elif kind in ("SumBackward0", "SumBackward1") and _sums_samples(node) and _is_of_samples(node):
             num_sums += 1
         else:
-            return False
-    return False
-
-
-def _may_be_a_mean(node: Any) -> bool:
-    """Whether the terms of a sum are multiplied by constants, which may sum up to 1."""
-    return node.name() in ("MulBackward0", "DivBackward0") and any(parent is None for parent, _ in node.next_functions)
+            unknown = True
+    return num_sums > 0 and not unknown and not pending
 
 
 def _sums_samples(node: Any) -> bool:
-    """Whether a `SumBackward0` node sums over samples: not over several losses, nor over the features of one sample."""
-    shape = getattr(node, "_saved_self_sym_sizes", (2,))
-    stacked = any(parent is not None and parent.name() == "StackBackward0" for parent, _ in node.next_functions)
-    return prod(shape) > 1 and shape[0] > 1 and not stacked
+    """Whether a node that sums does so over a first dimension of more than 1: else over features of one sample."""
+    shape: tuple[int, ...] = getattr(node, "_saved_self_sym_sizes", ())
+    dimensions = {dimension % len(shape) for dimension in getattr(node, "_saved_dim", ())} if shape else set()
+    return len(shape) > 0 and shape[0] > 1 and (node.name() == "SumBackward0" or 0 in dimensions)
+
+
+def _is_of_samples(node: Any) -> bool:
+    """Whether what a node sums is computed from samples element by element.
+
+    Several losses that are stacked, means over samples, and terms with constant weights, which may add up to 1, are
+    not.
+    """
+    pending: list[Any] = [parent for parent, _ in node.next_functions if parent is not None]
+    for _ in range(_MAX_NODES):
+        if not pending:
+            return True
+        below = pending.pop()
+        kind = below.name()
+        weighted = any(parent is None for parent, _ in below.next_functions)
+        if kind.startswith(_NOT_OF_SAMPLES) or (kind in ("MulBackward0", "DivBackward0") and weighted):
+            return False
+        if kind in _ELEMENTWISE:
+            pending += [parent for parent, _ in below.next_functions if parent is not None]
+    return True

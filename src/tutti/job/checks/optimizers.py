@@ -7,22 +7,25 @@ from torch.optim import Optimizer
 
 from tutti.errors import ConfigError
 from tutti.replica import HookedReplica
+from tutti.replica.buckets import Slot
 
 
 class OptimizerCheck:
     """Refuses a step of another optimiser that holds trained parameters of the model.
 
-    A wrapper that calls the given optimiser's `step` is an optimiser of its own to torch. So a step of another one is
-    judged at its end: it is refused if the given optimiser has not stepped meanwhile.
+    A wrapper that calls the given optimiser's `step`, now or every so many times, is an optimiser of its own to torch.
+    So a step of another one is judged at its end: it is refused if parameters have changed, and the given optimiser has
+    not stepped meanwhile.
     """
 
     def __init__(self, replica: HookedReplica, rank: int) -> None:
         self._replica, self._rank = replica, rank
-        self._trained = {id(slot.tensor): slot.name for slot in replica.slots}
-        self._unrelated: WeakSet[Optimizer] = WeakSet()
-        """Optimisers that were found to hold none of them."""
-        self._steps_before: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        """Other optimisers that hold some, and the steps of the given one when each of them began to step."""
+        self._trained = {id(slot.tensor): slot for slot in replica.slots}
+        self._unrelated: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        """Optimisers that were found to hold none of them, and the number of their parameter groups then."""
+        self._before: WeakKeyDictionary[Optimizer, tuple[int, list[tuple[Slot, int]]]] = WeakKeyDictionary()
+        """Other optimisers that hold some. When each began to step: steps of the given one, and tensor versions."""
+        self._hooked: WeakSet[Optimizer] = WeakSet()
         self._handles: list[Any] = []
 
     def close(self) -> None:
@@ -30,30 +33,36 @@ class OptimizerCheck:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._steps_before.clear()
+        self._before.clear()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Look at an optimiser that is about to step. The given one must cost next to nothing."""
-        if optimizer is self._replica.optimizer or optimizer in self._unrelated:
+        if optimizer is self._replica.optimizer or self._unrelated.get(optimizer) == len(optimizer.param_groups):
             return
-        held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._trained]
-        if not held:
-            self._unrelated.add(optimizer)
+        held = [self._trained.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
+        slots = [slot for slot in held if slot is not None]
+        if not slots:
+            self._unrelated[optimizer] = len(optimizer.param_groups)
             return
-        if optimizer not in self._steps_before:
-            name, check_ref = self._trained[id(held[0])], ref(self)
+        self._before[optimizer] = self._replica.steps, [(slot, slot.tensor._version) for slot in slots]
+        if optimizer not in self._hooked:
+            self._hooked.add(optimizer)
+            check_ref = ref(self)
 
             def after_step(other: Optimizer, *_: Any) -> None:
                 if (check := check_ref()) is not None:
-                    check._after_step(other, name)
+                    check._after_step(other)
 
             # Not removed after the step: torch iterates over the hooks while it calls them.
             self._handles.append(optimizer.register_step_post_hook(after_step))
-        self._steps_before[optimizer] = self._replica.steps
 
-    def _after_step(self, optimizer: Optimizer, name: str) -> None:
-        if self._steps_before.get(optimizer) == self._replica.steps:
-            raise self._error(optimizer, name)
+    def _after_step(self, optimizer: Optimizer) -> None:
+        steps, versions = self._before.pop(optimizer, (-1, []))
+        if steps != self._replica.steps:
+            return
+        for slot, version in versions:
+            if slot.tensor._version != version:
+                raise self._error(optimizer, slot.name)
 
     def _error(self, optimizer: Optimizer, name: str) -> ConfigError:
         return ConfigError(

@@ -24,19 +24,23 @@ from torch.optim import Optimizer
 from tutti.errors import ConfigError, RankLost
 from tutti.job.checks import process_hooks
 from tutti.job.checks.batches import NUM_BATCHES, BatchRecord, refuse_same_batches
-from tutti.job.checks.comparison import difference, gathered, share, share_among_living
+from tutti.job.checks.comparison import Messages, difference, gathered, share, share_among_living, tag_of
+from tutti.job.checks.digest_messages import DigestMessages
 from tutti.job.checks.fingerprints import combined, fingerprints, first_non_finite
 from tutti.job.checks.finite import FiniteCheck
 from tutti.job.checks.layout import LayoutCheck
 from tutti.job.checks.loss_kind import SUM_LOSS, is_sum_loss
-from tutti.job.checks.notices import Notices
 from tutti.job.checks.optimizers import OptimizerCheck
 from tutti.replica import HookedReplica
+from tutti.replica.buckets import Slot
 from tutti.strategies import Exchange, Strategy
 from tutti.world import World
 
 _INTERVAL = 2048
 """Backward passes between two comparisons, after the first ones."""
+
+_SOON_SECONDS = 1.0
+"""How long a rank that has found an error waits for what others know about it."""
 
 
 class TrainingChecks:
@@ -45,8 +49,9 @@ class TrainingChecks:
     def __init__(self, replica: HookedReplica, exchange: Exchange, strategy: Strategy, world: World) -> None:
         self._replica, self._exchange, self._world = replica, exchange, world
         self._rank = world.rank
-        self._silent = world.transport.cluster is not None
+        self._simulated = world.transport.cluster is not None
         """Whether this is virtual time, in which checks send nothing."""
+        self._job = world.usage.num_jobs
         self._num_passes = 0
         self._due = 2
         self._watches_loss = strategy.steps_by_mean_gradient
@@ -55,9 +60,9 @@ class TrainingChecks:
         self._optimizers = OptimizerCheck(replica, self._rank)
         self._finite = FiniteCheck(replica, self._rank)
         self._batches: BatchRecord | None = BatchRecord(world.sample_counts)
-        self._notices: Notices | None = None
-        if not self._silent and not exchange.equal_after_steps:
-            self._notices = Notices(world.transport, world.usage.num_jobs)
+        self._digests: DigestMessages | None = None
+        if not self._simulated and not exchange.equal_after_steps:
+            self._digests = DigestMessages(world.transport, self._job)
         self.open()
 
     def open(self) -> None:
@@ -78,7 +83,7 @@ class TrainingChecks:
         """Do not look at the loss, or do not compare batches: the user says what they are."""
         self._watches_loss = self._watches_loss and not any_loss
         if same_batches:
-            self._batches = self._notices = None
+            self._batches = self._digests = None
 
     def _forward(self, args: Any, kwargs: Any) -> None:
         """A forward pass that trains, and is not compiled, begins."""
@@ -86,13 +91,13 @@ class TrainingChecks:
         # Before a strategy loads parameters in the forward pass, as servers do.
         if not self._replica.in_consensus:
             self._layout()
-        if self._batches is not None:
+        if self._batches is not None and self._num_passes < NUM_BATCHES:
             self._batches.forward((args, kwargs))
 
-    def pass_started(self) -> None:
-        """An exchanged backward pass has begun."""
+    def pass_started(self, slot: Slot | None) -> None:
+        """An exchanged backward pass has begun, with the gradient of `slot` where that is known."""
         self._layout()
-        self._finite.first_gradient()
+        self._finite.first_gradient(slot)
         if self._watches_loss:
             self._watches_loss = False
             if is_sum_loss(self._thread):
@@ -121,9 +126,9 @@ class TrainingChecks:
         self._replica.checks = self._replica.on_forward = None
 
     @property
-    def _together(self) -> bool:
+    def _ranks_comparable(self) -> bool:
         """Whether all ranks pass through the same steps with the same parameters, so that they can be compared."""
-        return self._exchange.equal_after_steps and not self._silent
+        return self._exchange.equal_after_steps and not self._simulated
 
     def _count(self) -> None:
         self._num_passes += 1
@@ -133,89 +138,105 @@ class TrainingChecks:
     def _first_passes(self) -> None:
         if self._batches is not None:
             self._batches.add()
-            if self._notices is not None and self._num_passes == NUM_BATCHES:
-                self._notices.send(self._batches.digest)
+            if self._digests is not None and self._num_passes == NUM_BATCHES:
+                self._digests.send(self._batches.digest)
         if self._num_passes >= NUM_BATCHES and self._exchange.equal_after_steps:
             self._replica.on_forward = None  # Nothing more to see there, in every step.
 
     @torch.no_grad()
     def _compare(self) -> None:
         """Compare what ranks hold and were given, or look at this rank alone where they cannot be compared now."""
-        names, tensors = self._parameters()
-        non_finite = first_non_finite(tensors)
-        if self._together:
+        trained = self._replica.slots
+        non_finite = first_non_finite([slot.tensor for slot in trained])
+        if self._ranks_comparable:
             digest = self._batches.digest if self._batches is not None and self._num_passes == NUM_BATCHES else 0
-            prints = fingerprints(tensors)
-            self._judge(names, prints, non_finite, digest)
+            self._compare_across_ranks(non_finite, digest)
             return
         if non_finite is not None:
-            self._finite.stop_all(f"parameter '{names[non_finite]}'")
-        self._check_notices(wait=False)
+            self._finite.stop_all(f"parameter '{trained[non_finite].name}'")
+        self._check_digests(wait=False)
 
     def cause_of(self, error: RankLost) -> Exception:
         """Return the mistake that a peer found first, and for which it has ended; else the error itself."""
-        try:
-            if self._notices is not None:
-                self._check_notices(wait=True)
-        except ConfigError as mistake:
-            return mistake
+        # A peer that has ended for the same batches has sent its digest before. Others may still compute, and are not
+        # waited for: the error must come soon.
+        if self._digests is not None and self._digests.sent:
+            try:
+                refuse_same_batches(self._digests.arrived(_SOON_SECONDS), self._rank)
+            except ConfigError as mistake:
+                return mistake
         return error
 
-    def _check_notices(self, wait: bool) -> None:
+    def _check_digests(self, wait: bool) -> None:
         """Compare the batches of all ranks, if their digests have come."""
-        if self._notices is None or self._batches is None:
+        if self._digests is None or self._batches is None:
             return
-        digests = self._notices.complete(self._batches.digest) if wait else self._notices.received()
+        digests = self._digests.complete(self._batches.digest) if wait else self._digests.received()
         if digests is not None:
-            self._notices = None
+            self._digests = None
             refuse_same_batches(digests, self._rank)
 
     def finished(self) -> None:
         """Compare the replicas that `finish` has left. Collective."""
         # Where gradients are exchanged in backward, the user may step without an optimiser.
         unused = self._num_passes if not self._exchange.equal_after_steps and not self._replica.steps else 0
-        if self._silent:
+        if self._simulated:
             self._optimizers.check_used(unused)
             return
-        self._check_notices(wait=True)  # A rank that has ended for the same batches is not among the living.
-        names, tensors = self._parameters(buffers=True)
-        prints, non_finite = fingerprints(tensors), first_non_finite(tensors)
+        self._check_digests(wait=True)  # A rank that has ended for the same batches is not among the living.
+        names, tensors = self._all_tensors()
+        prints = fingerprints(tensors)
+        # Not all tensors: a mask or an observer may be infinite on purpose.
+        learned = [*self._replica.slots, *self._replica.statistics]
+        non_finite = first_non_finite([slot.tensor for slot in learned])
         digest = 0 if self._batches is None else self._batches.digest
         local = [digest, 0 if non_finite is None else non_finite + 1, unused, *prints]
-        rows = share_among_living(local, self._world.transport)
+        rows = share_among_living(local, self._world.transport, tag_of(1, self._job))
         if len(rows) < self._world.size and not self._exchange.tolerates_loss:
             raise RankLost(f"rank {self._rank}: a rank was lost before all had come to the end of job.finish().")
         refuse_same_batches({rank: row[0] for rank, row in rows.items()}, self._rank)
         self._optimizers.check_used(max(row[2] for row in rows.values()))
-        if (error := self._finite.parameter_error(names, {rank: row[1] for rank, row in rows.items()})) is not None:
+        learned_names = [slot.name for slot in learned]
+        by_rank = {rank: row[1] for rank, row in rows.items()}
+        if (error := self._finite.parameter_error(learned_names, by_rank)) is not None:
             raise error
         if any(row[3:] != prints for row in rows.values()):
             raise difference(names, {rank: row[3:] for rank, row in rows.items()}, self._rank, "after job.finish()")
 
-    def _judge(self, names: list[str], prints: list[int], non_finite: int | None, digest: int) -> None:
-        """Share this rank's numbers, and raise the same error on every rank if they are not as they should be."""
+    def _compare_across_ranks(self, non_finite: int | None, digest: int) -> None:
+        """Share this rank's numbers, and raise the same error on every rank if they are not as they should be.
+
+        `non_finite` is the index of the first trained parameter that is not finite, `digest` that of the batches.
+        """
+        named = list(self._replica.model.named_parameters())
+        names, prints = [name for name, _ in named], fingerprints([tensor for _, tensor in named])
         number = 0 if non_finite is None else non_finite + 1
         rows = share([combined(prints), number, digest], self._world.transport)
         refuse_same_batches({rank: row[2] for rank, row in enumerate(rows)}, self._rank)
-        if (error := self._finite.parameter_error(names, {rank: row[1] for rank, row in enumerate(rows)})) is not None:
+        trained = [slot.name for slot in self._replica.slots]
+        by_rank = {rank: row[1] for rank, row in enumerate(rows)}
+        if (error := self._finite.parameter_error(trained, by_rank)) is not None:
             raise error
         if any(row[0] != rows[0][0] for row in rows):
-            by_rank = gathered(prints, self._world.transport)
-            raise difference(names, by_rank, self._rank, f"at backward pass {self._num_passes}")
+            prints_of_all = gathered(prints, self._world.transport)
+            raise difference(names, prints_of_all, self._rank, f"at backward pass {self._num_passes}")
 
     def _stop_for_gradient(self) -> None:
         """The optimiser is about to use a gradient that is not finite: end training on every rank."""
-        if self._together:
-            rows = share([int(not self._finite.local)], self._world.transport)
-            raise self._finite.gradient_error([row[0] for row in rows])
+        if self._ranks_comparable:
+            # All ranks have the same mean, so that all come here; or this one alone, whose user changed its gradient.
+            # Then nobody answers, and it must not wait for long.
+            local = torch.tensor([int(not self._finite.local)], dtype=torch.int64, device="cpu")
+            rows = Messages(local, self._world.transport, tag_of(2, self._job)).wait_for(_SOON_SECONDS)
+            raise self._finite.gradient_error({rank: int(row) for rank, row in rows.items()})
         if self._replica.contribution.last_weight != 0:
-            self._finite.stop_all(self._finite.which())
+            self._finite.stop_all(self._finite.first_name())
 
-    def _parameters(self, buffers: bool = False) -> tuple[list[str], list[Tensor]]:
-        """Return names and values of all parameters; with `buffers`, also of those that `finish` makes equal."""
+    def _all_tensors(self) -> tuple[list[str], list[Tensor]]:
+        """Return names and values of all parameters, and of the buffers that `finish` makes equal."""
         named: list[tuple[str, Tensor]] = list(self._replica.model.named_parameters())
-        if buffers and self._exchange.equal_after_steps:
+        if self._exchange.equal_after_steps:
             named += self._replica.model.named_buffers()
-        elif buffers:
+        else:
             named += [(slot.name, slot.tensor) for slot in self._replica.statistics]
         return [name for name, _ in named], [tensor for _, tensor in named]

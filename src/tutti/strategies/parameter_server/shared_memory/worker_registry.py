@@ -140,15 +140,17 @@ class WorkerRegistry:
         self._counters[self._indices.call[self._rank]] = _CALLS.index(call)
         self.flags.publish(int(self._indices.entered[self._rank]), number)
         self.wait(lambda: self._missing(self._indices.entered, number))
-        self._refuse_different_calls()
+        self._refuse_different_calls(number)
         action(number)
         self.flags.publish(int(self._indices.left_barrier[self._rank]), number)
         self.wait(lambda: self._missing(self._indices.left_barrier, number))
         # Every rank publishes the same number, so the order in which they do does not matter.
         self.flags.publish(self._indices.last_barrier, number)
 
-    def _refuse_different_calls(self) -> None:
-        calls = {worker: _CALLS[int(self._counters[self._indices.call[worker]])] for worker in self.alive}
+    def _refuse_different_calls(self, number: int) -> None:
+        # Of all that have entered it, also of those that have ended since, with this very error.
+        entered = [worker for worker, last in enumerate(self._counters[self._indices.entered]) if last == number]
+        calls = {worker: _CALLS[int(self._counters[self._indices.call[worker]])] for worker in entered}
         if len(set(calls.values())) > 1:
             where = ", ".join(f"rank {self._world_rank(worker)} is in {call}" for worker, call in calls.items())
             raise ConfigError(f"rank {self._world_rank(self._rank)}: {where}. Every rank must enter the same.")

@@ -1,21 +1,21 @@
-"""`Notices`: a number that every rank sends to every other, which nobody waits for while training."""
+"""`DigestMessages`: a number that every rank sends to every other, which nobody waits for while training."""
 
 import torch
 
-from tutti.job.checks.comparison import RESERVED_TAG, Messages
+from tutti.job.checks.comparison import Messages, tag_of
 from tutti.transports import Transport
 
 
-class Notices:
+class DigestMessages:
     """Sends this rank's number, and receives those of the others as they come.
 
     Every rank sends exactly one: in training, or at the latest in `complete`, in which all ranks that are left wait
     for each other. So no message is left over. A rank that is lost is not waited for.
     """
 
-    def __init__(self, transport: Transport, number: int) -> None:
-        """Nothing is sent yet; `number` is that of the job, so that another job's messages are not mistaken."""
-        self._transport, self._tag = transport, RESERVED_TAG + number % RESERVED_TAG
+    def __init__(self, transport: Transport, job: int) -> None:
+        """Nothing is sent yet; `job` is the number of the job, so that another job's messages are not mistaken."""
+        self._transport, self._tag = transport, tag_of(0, job)
         self._messages: Messages | None = None
 
     def send(self, number: int) -> None:
@@ -27,7 +27,17 @@ class Notices:
         """Return the numbers of all ranks; None while some have not come."""
         if self._messages is None or not self._messages.done():
             return None
-        return self.complete(0)
+        return self.arrived()
+
+    def arrived(self, seconds: float = 0.0) -> dict[int, int]:
+        """Return the numbers of the ranks whose messages are here, or come within some seconds."""
+        assert self._messages is not None
+        return {rank: int(row) for rank, row in self._messages.wait_for(seconds).items()}
+
+    @property
+    def sent(self) -> bool:
+        """Whether this rank has sent its number."""
+        return self._messages is not None
 
     def complete(self, number: int) -> dict[int, int]:
         """Send `number` if nothing was sent before; wait, and return the numbers of all ranks that sent one.
