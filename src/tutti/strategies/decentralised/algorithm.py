@@ -46,6 +46,9 @@ class PeerAlgorithm(ABC):
     through `PeerContext.wait` only. All other methods run in the transport's thread.
     """
 
+    refuses_changed_parameters: str = ""
+    """The remedy, if parameters may not be changed by hand between steps; empty if they may."""
+
     def __init__(self, context: PeerContext) -> None:
         self._context = context
         self._model, self._group, self._rounds = context.model, context.group, context.rounds
