@@ -17,7 +17,7 @@ from tutti.replica.buckets import Slot
 from tutti.replica.owned_hooks import OwnedHook
 
 _NUM_COMPARED_BY_VALUE = 3
-"""Forward passes in which values are compared. A script that changes parameters usually does so from the start."""
+"""Steps after which values are compared. A script that changes parameters usually does so from the start."""
 
 
 class UserChanges:
@@ -28,32 +28,39 @@ class UserChanges:
     """
 
     def __init__(self, model: nn.Module, slots: Sequence[Slot], rank: int, remedy: str) -> None:
-        """Watch `slots`, parameters of `model`; `rank` is named in errors, which end with the `remedy`."""
+        """Watch `slots`, parameters of `model`; `rank` is named in errors, which end with the `remedy`.
+
+        Without a remedy forward passes check nothing: the caller asks for what has `changed`.
+        """
         self._slots = slots
         self._rank = rank
         self._remedy = remedy
         self._versions: list[int] | None = None
         self._values: list[Tensor] = []
-        self._num_checks = 0
-        self._handle = model.register_forward_pre_hook(_CheckBeforeForward(self))
+        self._num_records = 0
+        self._handle = model.register_forward_pre_hook(_CheckBeforeForward(self)) if remedy else None
         self.record()
 
     def record(self) -> None:
         """Remember the parameters as they are now."""
         self._versions = [slot.tensor._version for slot in self._slots]
-        by_value = self._num_checks < _NUM_COMPARED_BY_VALUE
+        self._num_records += 1
+        by_value = self._num_records <= _NUM_COMPARED_BY_VALUE
         self._values = [slot.tensor.detach().clone() for slot in self._slots] if by_value else []
 
-    def check(self) -> None:
-        """Raise `ConfigError` if a parameter is not as `record` found it. Checks once: Tutti may write them then."""
+    def changed(self) -> list[Slot]:
+        """Return the parameters that are not as `record` found them. Asked once: Tutti may write them then."""
         versions, self._versions = self._versions, None
         if versions is None:
-            return
-        self._num_checks += 1
+            return []
         changed = [slot for slot, version in zip(self._slots, versions, strict=True) if slot.tensor._version != version]
         # Not strict: there are values in the first passes only.
         changed += [s for s, value in zip(self._slots, self._values, strict=False) if not _same(s.tensor, value)]
-        if changed:
+        return changed
+
+    def check(self) -> None:
+        """Raise `ConfigError` if a parameter is not as `record` found it. Checks once, as `changed`."""
+        if changed := self.changed():
             raise ConfigError(
                 f"rank {self._rank}: parameter '{changed[0].name}' was changed between optimizer.step() and the next "
                 f"forward pass, or after tutti.distribute. {self._remedy}"
@@ -61,7 +68,8 @@ class UserChanges:
 
     def close(self) -> None:
         """Remove the hook."""
-        self._handle.remove()
+        if self._handle is not None:
+            self._handle.remove()
 
 
 class _CheckBeforeForward(OwnedHook):

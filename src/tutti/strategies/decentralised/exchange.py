@@ -10,6 +10,7 @@ from torch import Tensor
 from tutti.events import EXCHANGE, PULL, Event
 from tutti.replica import Replica
 from tutti.strategies.base import Exchange
+from tutti.strategies.compatibility import ADDED_CHANGES
 from tutti.strategies.decentralised.algorithm import PeerAlgorithm, PeerContext
 from tutti.strategies.decentralised.averaging_rounds import AveragingRounds, RoundPurpose, RoundResult
 from tutti.strategies.decentralised.flat_model import FlatModel
@@ -66,14 +67,14 @@ class PeerExchange(Exchange):
         """This rank's own values, while the model holds those of a consensus."""
         self._is_closed = False
         self._user_changes: UserChanges | None = None
-        """Refuses changes by hand that the algorithm would add up; None in a dry run, and for other algorithms."""
+        """Notices changes by hand between steps; None in a dry run."""
         self._bytes_sent_before = 0
         """Bytes sent until the end of the last step."""
         # Receiving begins before this rank sends: peers may be ahead, and their messages need a listener.
         group.start(self.algorithm)
         replica.listen(self, to="samples")
-        remedy = self.algorithm.refuses_changed_parameters
-        if remedy and not replica.sizes_only:
+        if not replica.sizes_only:
+            remedy = ADDED_CHANGES.text if self.algorithm.adds_changes else ""
             self._user_changes = UserChanges(replica.model, replica.slots, transport.world_rank, remedy)
         self.algorithm.start()
 
@@ -111,8 +112,12 @@ class PeerExchange(Exchange):
 
     def _expect_new_parameters(self) -> None:
         """Note that parameters are about to be written outside of a step, over what the user may have changed."""
-        if self._user_changes is not None:
+        if self._user_changes is None:
+            return
+        if self.algorithm.adds_changes:
             self._user_changes.check()
+        elif self._user_changes.changed():
+            self.algorithm.add_change(self.context.model.change_since(self.context.base))
 
     def _parameters_written(self) -> None:
         """Parameters were written by Tutti, which is no change by the user."""

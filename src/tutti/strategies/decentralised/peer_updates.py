@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from tutti.errors import PacketError
-from tutti.strategies.compatibility import ADDED_CHANGES
 from tutti.strategies.decentralised.algorithm import PeerAlgorithm, PeerContext
 from tutti.strategies.decentralised.averaging_rounds import RoundResult
 from tutti.strategies.decentralised.packets import UpdatePackets
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 class PeerUpdatesAlgorithm(PeerAlgorithm):
     """Sends this rank's updates to all others, and applies theirs between its steps."""
 
-    refuses_changed_parameters = ADDED_CHANGES.text
+    adds_changes = True
 
     def __init__(self, context: PeerContext, strategy: "PeerUpdates") -> None:
         super().__init__(context)

@@ -91,8 +91,8 @@ class PeerUpdates(Strategy):
         return False
 
     def support(self, technique: str) -> Support:
-        refused = {"LBFGS": MIXED_LBFGS, "changed parameters": ADDED_CHANGES}
-        return refused.get(technique) or super().support(technique)
+        own = {"LBFGS": MIXED_LBFGS, "changed parameters": ADDED_CHANGES}
+        return own.get(technique) or super().support(technique)
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         exact_below = 0 if self.codec is None else self.exact_below

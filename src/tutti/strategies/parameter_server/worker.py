@@ -24,6 +24,7 @@ A subclass decides how to push and how long a pull may be outstanding, by the st
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from math import isnan, sqrt
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,8 @@ class ParameterServerWorker(Exchange):
             # Before the waits, whose hooks load parameters: hooks run in the order of registration.
             remedy = SUPPORT["changed parameters"].text
             self._user_changes = UserChanges(self.replica.model, self.replica.slots, self.transport.world_rank, remedy)
-            self._handles.append(self.replica.optimizer.register_load_state_dict_pre_hook(self._refuse_load))
+            refuse = partial(_refuse_load, self.transport.world_rank)
+            self._handles.append(self.replica.optimizer.register_load_state_dict_pre_hook(refuse))
             self._forward_waits = ForwardWaits(self.replica, self._wait_for_slots) if self._strategy.overlap else None
         self.replica.listen(self, to="gradients")
 
@@ -181,13 +183,6 @@ class ParameterServerWorker(Exchange):
         if self._user_changes is not None:
             self._user_changes.record()
 
-    def _refuse_load(self, *_: Any) -> None:
-        """The user loads the state of the optimiser."""
-        raise ConfigError(
-            f"rank {self.transport.world_rank}: optimizer.load_state_dict after tutti.distribute: servers hold the "
-            "optimiser's state and would not see it. Load the state before distribute."
-        )
-
     def _expect_new_parameters(self) -> None:
         """Note that parameters are about to be loaded outside of a step, over what the user may have changed."""
         if self._user_changes is not None:
@@ -214,6 +209,14 @@ class ParameterServerWorker(Exchange):
         for bucket in self._unpushed:
             self._push(bucket, norm)
         self._unpushed.clear()
+
+
+def _refuse_load(rank: int, *_: Any) -> None:
+    """The user loads the state of the optimiser."""
+    raise ConfigError(
+        f"rank {rank}: optimizer.load_state_dict after tutti.distribute: servers hold the optimiser's state and would "
+        "not see it. Load the state before distribute."
+    )
 
 
 def gradient_flags(bucket: Bucket) -> list[bool]:
