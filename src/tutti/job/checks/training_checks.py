@@ -31,6 +31,7 @@ from tutti.job.checks.layout import LayoutCheck
 from tutti.job.checks.loss_kind import SUM_LOSS, is_sum_loss
 from tutti.job.checks.notices import Notices
 from tutti.job.checks.optimizers import OptimizerCheck
+from tutti.job.checks.shards import refuse_different_shards
 from tutti.replica import HookedReplica
 from tutti.strategies import Exchange, Strategy
 from tutti.world import World
@@ -101,6 +102,9 @@ class TrainingChecks:
 
     def pass_finished(self) -> None:
         """An exchanged backward pass is over: all ranks have taken part in it."""
+        if self._num_passes == 1 and self._together:
+            rows = share(self._world.sample_counts.shard, self._world.transport)
+            refuse_different_shards(dict(enumerate(rows)), self._rank)
         if self._num_passes == self._due:
             self._due += min(self._due - 1, _INTERVAL)
             self._compare()
@@ -181,10 +185,13 @@ class TrainingChecks:
         names, tensors = self._parameters(buffers=True)
         prints, non_finite = fingerprints(tensors), first_non_finite(tensors)
         digest = 0 if self._batches is None else self._batches.digest
-        local = [digest, 0 if non_finite is None else non_finite + 1, unused, *prints]
+        shard = self._world.sample_counts.shard
+        local = [*shard, digest, 0 if non_finite is None else non_finite + 1, unused, *prints]
         rows = share_among_living(local, self._world.transport)
         if len(rows) < self._world.size and not self._exchange.tolerates_loss:
             raise RankLost(f"rank {self._rank}: a rank was lost before all had come to the end of job.finish().")
+        refuse_different_shards({rank: row[: len(shard)] for rank, row in rows.items()}, self._rank)
+        rows = {rank: row[len(shard) :] for rank, row in rows.items()}
         refuse_same_batches({rank: row[0] for rank, row in rows.items()}, self._rank)
         self._optimizers.check_used(max(row[2] for row in rows.values()))
         if (error := self._finite.parameter_error(names, {rank: row[1] for rank, row in rows.items()})) is not None:
