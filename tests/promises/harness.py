@@ -148,9 +148,14 @@ def run_case(case: Case, column: Column, transport: str = "shared_memory", toler
 
     def rank(world: World) -> tuple[Tensor, Tensor]:
         script = Script(column.strategy, column.mesh, world)
-        model = case(script)
-        for job in script.jobs:
-            job.finish()
+        try:
+            model = case(script)
+            for job in script.jobs:
+                job.finish()
+        except BaseException as error:
+            for job in script.jobs:
+                job.__exit__(type(error), error, None)  # As `with job` does: it releases process groups.
+            raise
         return _parameters(model), _buffers(model)
 
     results = run_threads(rank, size=NUM_RANKS, transport=transport, timeout=TIMEOUT)

@@ -41,6 +41,11 @@ def _has_sparse_gradients(model: nn.Module, _: Optimizer) -> bool:
     return any(getattr(module, "sparse", False) is True for module in model.modules())
 
 
+def _is_compiled(model: nn.Module, _: Optimizer) -> bool:
+    # Modules that torch.compile returned, and those on which Module.compile was called.
+    return any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules())
+
+
 TECHNIQUES: Mapping[str, Technique] = {
     "clipping": Technique("`clip_grad_norm_`, `clip_grad_value_`"),
     "changed gradients": Technique("scaling, replacing or dropping `p.grad` before the step"),
@@ -62,7 +67,7 @@ TECHNIQUES: Mapping[str, Technique] = {
     "unused parameters": Technique("parameters that some ranks do not use in a step"),
     "tied weights": Technique("tied weights"),
     "sparse gradients": Technique("`nn.Embedding(sparse=True)`", _has_sparse_gradients),
-    "compiled models": Technique("`torch.compile`"),
+    "compiled models": Technique("`torch.compile`", _is_compiled),
     "activation checkpointing": Technique("`torch.utils.checkpoint`"),
     "two models": Technique("two models, each with its optimiser"),
     "several optimisers": Technique("several optimisers for one model"),
