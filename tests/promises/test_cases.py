@@ -115,8 +115,20 @@ def _small_parameters_are_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(strategy, "exact_below", 1)
 
 
-@pytest.mark.parametrize("column", COLUMNS)
-@pytest.mark.parametrize("name", [name for name in CASES if name != "error_on_one_rank"])
+def _columns(name: str) -> list[str]:
+    """Every technique in every column; other cases where they may end differently."""
+    if any(name in names for names in CASES_OF.values()):
+        return list(COLUMNS)
+    refused = MISTAKES.get(name, (frozenset(), ""))[0]
+    # A codec changes what is sent, not what is checked; on a mesh that splits the model alone nothing is exchanged.
+    left_out = {"all-reduce, compressed", "peers, compressed"} | (MESH - refused)
+    return [column for column in COLUMNS if column not in left_out]
+
+
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [(name, column) for name in CASES if name != "error_on_one_rank" for column in _columns(name)],
+)
 def test_ends_as_on_one_worker_or_names_the_remedy(name: str, column: str) -> None:
     ended = run_case(CASES[name], COLUMNS[column], tolerance=TOLERANCES.get(name, 1e-9))
     supports = [COLUMNS[column].support(technique) for technique, names in CASES_OF.items() if name in names]

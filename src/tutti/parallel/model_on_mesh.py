@@ -50,13 +50,10 @@ from tutti.transports import SingleRankTransport, Transport
 if TYPE_CHECKING:
     from tutti.parallel.tensor.sharded_model import ShardedModel
 
-_WHOLE_TENSOR_OPTIMIZERS: dict[str, tuple[Axis, ...]] = {
-    **dict.fromkeys(
-        ("Adafactor", "LAMB", "LARS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo", "SparseAdam"), ("tensor",)
-    ),
-    "LBFGS": ("tensor", "pipe"),
-}
-"""Optimisers, torch's and others', that are not element-wise, and the axes along which they would be wrong."""
+_WHOLE_TENSOR_OPTIMIZERS = {
+    "Adafactor", "LAMB", "LARS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo", "SparseAdam",
+}  # fmt: skip
+"""Optimisers, torch's and others', that are not element-wise, so that they would be wrong along `tensor`."""
 
 _SPLIT = "tensor={tensor} x pipe={pipe}"
 """The name of a split in a saved state."""
@@ -269,15 +266,12 @@ def mesh_mistakes(
 
 
 def _optimizer_mistakes(optimizer: Optimizer, mesh: Mesh) -> list[str]:
-    """Refuse optimisers that look at more than one element at a time, of a parameter or of all parameters."""
-    classes = [base.__name__ for base in type(optimizer).__mro__ if base.__name__ in _WHOLE_TENSOR_OPTIMIZERS]
-    axes = [axis for axis in (_WHOLE_TENSOR_OPTIMIZERS[classes[0]] if classes else ()) if mesh.shape[axis] > 1]
-    if not axes:
+    """Refuse optimisers that look at more than one element of a parameter at a time."""
+    if mesh.tensor == 1 or not any(base.__name__ in _WHOLE_TENSOR_OPTIMIZERS for base in type(optimizer).__mro__):
         return []
     return [
-        f"{type(optimizer).__name__} looks at whole parameters, and a rank has parts of them with "
-        f"{' and '.join(f'{axis}={mesh.shape[axis]}' for axis in axes)}: use SGD, Adam, AdamW or another element-wise "
-        f"optimiser, or do not use {' and '.join(axes)}."
+        f"{type(optimizer).__name__} looks at whole parameters, and a rank has parts of them with tensor={mesh.tensor}: "
+        "use SGD, Adam, AdamW or another element-wise optimiser, or do not use tensor."
     ]
 
 

@@ -60,8 +60,9 @@ class SameCopiesCheck:
         copies = {f"parameter '{name}'": fingerprint(self._parameters[name]) for name in sorted(self._copies)}
         compared = {**_options(self._optimizer), **copies}
         local = torch.tensor([bool(bad), _digest(compared)])
-        rows = torch.zeros(self._group.size(), len(local), dtype=torch.int64)
-        rows[self._group.rank()] = local
+        device = next(iter(self._parameters.values())).device
+        rows = torch.zeros(self._group.size(), len(local), dtype=torch.int64, device=device)
+        rows[self._group.rank()] = local.to(device)
         with together():
             self._group.allreduce([rows]).wait()
         if rows[:, 0].any() or len(rows[:, 1].unique()) > 1:
@@ -76,7 +77,7 @@ class SameCopiesCheck:
         first, _, ours = by_rank[0]
         other, _, theirs = next(row for row in by_rank if row[2] != ours)
         name = next(name for name in ours if ours[name] != theirs.get(name))
-        values = "" if name in local[2] and isinstance(ours[name], list) else f": {ours[name]} and {theirs.get(name)}"
+        values = "" if isinstance(ours[name], list) else f": {ours[name]} and {theirs.get(name)}"
         return ReplicaMismatch(
             f"rank {rank}: ranks {first} and {other} split one replica of the model, and {name} differs between them"
             f"{values}. They must do the same: give all ranks the same batches and steps, load states before "

@@ -18,7 +18,11 @@ SUPPORT: Mapping[str, Support] = {
         "A copy of a split model would have this rank's part only. Make the copy before distribute, and update it "
         "inside job.consensus(optimizer=False).",
     ),
-    "LBFGS": Support("refuses", "use SGD, Adam, AdamW or another element-wise optimiser, or do not use tensor."),
+    "LBFGS": Support(
+        "refuses",
+        "LBFGS looks at the whole model, and a rank has parts of it: use SGD, Adam, AdamW or another element-wise "
+        "optimiser, or do not use tensor and pipe.",
+    ),
     "compiled models": Support(
         "refuses",
         "torch's compiler cannot follow layers that are split over ranks. Do not compile the model, or do not use "
@@ -27,7 +31,7 @@ SUPPORT: Mapping[str, Support] = {
     "activation checkpointing": Support(
         "refuses",
         "A split layer works inside of the model's forward pass only: call the whole model, and do not use "
-        "torch.utils.checkpoint on split layers. A mesh saves memory by itself; pipelines save more.",
+        "torch.utils.checkpoint on split layers.",
     ),
     "changed parameters": Support(
         "adapts",
