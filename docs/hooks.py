@@ -36,16 +36,15 @@ def on_page_markdown(markdown: str, page: "Page", **_: object) -> str:
 
 def compatibility_table() -> str:
     """Every technique of training under one strategy of every family, as Markdown, and notes on what adapts."""
-    from tutti.strategies import parse
-    from tutti.strategies.compatibility import FAMILIES, TECHNIQUES
+    from tutti.job.compatibility import COLUMNS
+    from tutti.strategies.compatibility import TECHNIQUES
 
-    strategies = [parse(text) for text in FAMILIES.values()]
-    rows = ["| technique | " + " | ".join(FAMILIES) + " |", "| --- " * (len(FAMILIES) + 1) + "|"]
+    rows = ["| technique | " + " | ".join(COLUMNS) + " |", "| --- " * (len(COLUMNS) + 1) + "|"]
     notes: list[str] = []
     for name, technique in TECHNIQUES.items():
         cells = []
-        for strategy in strategies:
-            support = strategy.support(name)
+        for column in COLUMNS.values():
+            support = column.support(name)
             if support.text and support.text not in notes:
                 notes.append(support.text)
             number = f" ({notes.index(support.text) + 1})" if support.text else ""

@@ -44,6 +44,10 @@ def clip_grad_value(script: Script) -> nn.Module:
     return _changed_gradients(script, lambda model, _: nn.utils.clip_grad_value_(model.parameters(), 0.01))
 
 
+def clip_by_the_job(script: Script) -> nn.Module:
+    return _changed_gradients(script, lambda _, job: job.clip_grad_norm(0.05))
+
+
 def scale_gradients(script: Script) -> nn.Module:
     return _changed_gradients(script, lambda model, _: [p.grad.mul_(0.5) for p in model.parameters()])
 
@@ -232,6 +236,18 @@ def ema_by_averaged_model(script: Script) -> nn.Module:
         step(model, optimizer, x, y)
         ema.update_parameters(model)
     job.average(ema)
+    return ema.module
+
+
+def ema_updated_in_consensus(script: Script) -> nn.Module:
+    model = net()
+    ema = AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    optimizer = sgd(model)
+    job = script.distribute(model, optimizer)
+    for x, y in script.batches():
+        step(model, optimizer, x, y)
+        with job.consensus(optimizer=False):
+            ema.update_parameters(model)
     return ema.module
 
 
@@ -522,6 +538,21 @@ def unfrozen_after_distribute(script: Script) -> nn.Module:
     return model
 
 
+def unfrozen_after_finish(script: Script) -> nn.Module:
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = sgd(model)
+    job = script.distribute(model, optimizer)
+    for x, y in script.batches(0, 3):
+        step(model, optimizer, x, y)
+    job.finish()
+    model[0].requires_grad_(True)
+    script.distribute(model, optimizer)
+    for x, y in script.batches(3, STEPS):
+        step(model, optimizer, x, y)
+    return model
+
+
 def frozen_after_distribute(script: Script) -> nn.Module:
     model = net()
     optimizer = sgd(model)
@@ -593,7 +624,25 @@ def compiled_before(script: Script) -> nn.Module:
     return model
 
 
+class _Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net[2](checkpoint(self.net[:2], x, use_reentrant=False))
+
+
 def activation_checkpointing(script: Script) -> nn.Module:
+    model = _Checkpointed()
+    optimizer = sgd(model)
+    script.distribute(model, optimizer)
+    for x, y in script.batches():
+        step(model, optimizer, x, y)
+    return model
+
+
+def parts_of_the_model_called(script: Script) -> nn.Module:
     model = net()
     optimizer = sgd(model)
     script.distribute(model, optimizer)
@@ -704,6 +753,18 @@ def weights_clamped(script: Script) -> nn.Module:
     return model
 
 
+def weights_clamped_at_the_end(script: Script) -> nn.Module:
+    model = net()
+    optimizer = sgd(model)
+    script.distribute(model, optimizer)
+    for x, y in script.batches():
+        step(model, optimizer, x, y)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.clamp_(-0.2, 0.2)
+    return model
+
+
 def state_loaded_after_distribute(script: Script) -> nn.Module:
     model = net()
     saved = {name: 0.5 * value for name, value in model.state_dict().items()}
@@ -755,6 +816,19 @@ def sum_loss(script: Script) -> nn.Module:
     return model
 
 
+def sum_loss_expected(script: Script) -> nn.Module:
+    model = net()
+    optimizer = sgd(model, lr=0.01)
+    job = script.distribute(model, optimizer)
+    if script.steps_by_mean_gradient:
+        job.expect(loss="sum")
+    for x, y in script.batches():
+        F.cross_entropy(model(x), y, reduction="sum").backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
 def nan_loss_on_one_rank(script: Script) -> nn.Module:
     model = net()
     optimizer = sgd(model)
@@ -777,7 +851,7 @@ def uneven_parts(script: Script) -> nn.Module:
     optimizer = sgd(model)
     script.distribute(model, optimizer)
     for x, y in zip(X, Y, strict=True):
-        cut = slice(None) if script.world is None else [slice(0, 9), slice(9, 12)][script.rank]
+        cut = slice(None) if script.num_parts == 1 else [slice(0, 9), slice(9, 12)][script.rank]
         step(model, optimizer, x[cut], y[cut])
     return model
 
@@ -827,6 +901,20 @@ def evaluation_on_one_rank(script: Script) -> nn.Module:
             with torch.no_grad():
                 model(x)
             model.train()
+    return model
+
+
+def evaluation_in_consensus_on_one_rank(script: Script) -> nn.Module:
+    model = net()
+    optimizer = sgd(model)
+    job = script.distribute(model, optimizer)
+    for x, y in script.batches():
+        step(model, optimizer, x, y)
+        with job.consensus(optimizer=False), torch.no_grad():
+            if job.is_leader:
+                model.eval()
+                model(x)
+                model.train()
     return model
 
 
@@ -883,6 +971,27 @@ def finish_on_one_rank(script: Script) -> nn.Module:
         if number == 3 and script.rank == 1:
             job.finish()
             break
+    return model
+
+
+def resumed_in_the_middle(script: Script) -> nn.Module:
+    model = net()
+    optimizer = sgd(model)
+    job = script.distribute(model, optimizer)
+    for x, y in script.batches(0, 3):
+        step(model, optimizer, x, y)
+    state = job.state_dict()
+    with job.consensus():
+        saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    job.finish()
+    model = net()
+    model.load_state_dict(saved[0])
+    optimizer = sgd(model)
+    optimizer.load_state_dict(saved[1])
+    job = script.distribute(model, optimizer)
+    job.load_state_dict(state)
+    for x, y in script.batches(3, STEPS):
+        step(model, optimizer, x, y)
     return model
 
 

@@ -4,11 +4,11 @@ A case is a function of a `Script`: it builds a model, trains it in the user's o
 it is plain PyTorch on whole batches, the reference. With a world, every rank trains on its part of the same batches.
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from threading import Lock
 from typing import Any
 
@@ -20,20 +20,10 @@ from torch.optim import SGD, Optimizer
 from support import run_threads
 from tutti.errors import TuttiError
 from tutti.job import Job, distribute
+from tutti.job.compatibility import Column
+from tutti.parallel import Mesh
 from tutti.strategies import parse
 from tutti.world import World
-
-FAMILIES = {
-    "all-reduce": "ring",
-    "compressed": "onebit:exact_below=1",
-    "poseidon": "poseidon",
-    "local steps": "bmuf:every=2",
-    "gossip": "gossip",
-    "peers": "peers",
-    "servers": "ps:bsp",
-    "stale servers": "ps:ssp=1",
-}
-"""One strategy of every family."""
 
 NUM_RANKS = 2
 STEPS = 6
@@ -79,6 +69,9 @@ class _NoJob:
 
     is_leader = True
 
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         yield
@@ -86,6 +79,9 @@ class _NoJob:
     @contextmanager
     def consensus(self, *_: nn.Module, **__: Any) -> Iterator[None]:
         yield
+
+    def clip_grad_norm(self, max_norm: float) -> None:
+        nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *args, **_: args[0] if args else None
@@ -95,28 +91,38 @@ class _NoJob:
 class Script:
     """What a case needs to know: its world and strategy, if any, and this rank's part of the data."""
 
-    strategy: str
+    strategy: str = ""
+    mesh: Mesh | None = None
     world: World | None = None
     jobs: list[Job] = field(default_factory=list)
+    initial: dict[Tensor, Tensor] = field(default_factory=dict)
+    """What each parameter was when its model was distributed first."""
 
     @property
     def rank(self) -> int:
         return 0 if self.world is None else self.world.rank
 
     @property
-    def size(self) -> int:
-        return 1 if self.world is None else self.world.size
+    def num_parts(self) -> int:
+        """Parts that each batch is divided into: ranks that hold one model together get the whole batch."""
+        return 1 if self.world is None or self.mesh is not None else self.world.size
+
+    @property
+    def steps_by_mean_gradient(self) -> bool:
+        return bool(self.strategy) and parse(self.strategy).steps_by_mean_gradient
 
     def distribute(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> Any:
         if self.world is None:
-            return _NoJob()
-        job = distribute(model, optimizer, self.strategy, world=self.world, **options)
+            for p in model.parameters():
+                self.initial.setdefault(p, p.detach().clone())
+            return _NoJob(model)
+        job = distribute(model, optimizer, self.strategy, world=self.world, mesh=self.mesh, **options)
         self.jobs.append(job)
         return job
 
     def part(self, tensor: Tensor) -> Tensor:
         """This rank's rows."""
-        return tensor.tensor_split(self.size)[self.rank]
+        return tensor.tensor_split(self.num_parts)[self.rank % self.num_parts]
 
     def batches(self, first: int = 0, last: int = STEPS) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's part of the batches of these steps."""
@@ -132,36 +138,52 @@ class Ended:
     """How a case ended under a strategy."""
 
     how: str
-    """"equal" to one worker, "trained" (inexact strategies: about as well as one worker), "refused" or "wrong"."""
+    """"equal" to one worker, "trained" about as far as one worker, "refused" or "wrong"."""
     text: str = ""
-    """The error, or what is wrong."""
+    """The error, or how far the weights are from those of one worker."""
 
 
-def run_case(case: Case, strategy: str, transport: str = "shared_memory", tolerance: float = 1e-9) -> Ended:
+def run_case(case: Case, column: Column, transport: str = "shared_memory", tolerance: float = 1e-9) -> Ended:
     """Run a case on one worker and on several, and compare."""
-    reference = _weights(case(Script(strategy)))
 
-    def rank(world: World) -> Tensor:
-        script = Script(strategy, world)
-        model = case(script)
-        for job in script.jobs:
-            job.finish()
-        return _weights(model)
+    def rank(world: World) -> tuple[Tensor, Tensor]:
+        script = Script(column.strategy, column.mesh, world)
+        try:
+            model = case(script)
+            for job in script.jobs:
+                job.finish()
+        except BaseException as error:
+            for job in script.jobs:
+                job.__exit__(type(error), error, None)  # As `with job` does: it releases process groups.
+            raise
+        return _parameters(model), _buffers(model)
 
     results = run_threads(rank, size=NUM_RANKS, transport=transport, timeout=TIMEOUT)
     errors = [result for result in results if isinstance(result, BaseException)]
     if errors:
         return _judge_errors(errors)
-    if any(not torch.equal(results[0], other) for other in results):
+    if any(not torch.equal(torch.cat(results[0]), torch.cat(other)) for other in results):
         return Ended("wrong", "ranks differ at the end")
-    if parse(strategy).exact:
-        difference = float((results[0] - reference).abs().max())
-        return (
-            Ended("equal")
-            if difference <= tolerance
-            else Ended("wrong", f"differs from one worker by {difference:.1e}")
-        )
-    return _judge_inexact(results[0], reference, _weights(net()))
+    return _judge_weights(*results[0], alone(case), tolerance)
+
+
+@dataclass(frozen=True)
+class _Alone:
+    """A case on one worker: where it began, and where it ended."""
+
+    initial: Tensor
+    parameters: Tensor
+    buffers: Tensor
+
+
+@cache
+def alone(case: Case) -> _Alone:
+    """Run a case on one worker, once for all strategies."""
+    script = Script()
+    model = case(script)
+    # By their order: a copy, such as an average of weights, and a model that was loaded began where the first one did.
+    initial = list(script.initial.values())[: len(list(model.parameters()))]
+    return _Alone(_flat(initial), _parameters(model), _buffers(model))
 
 
 def _judge_errors(errors: list[BaseException]) -> Ended:
@@ -172,19 +194,27 @@ def _judge_errors(errors: list[BaseException]) -> Ended:
     return Ended("refused", "\n".join(map(str, errors)))
 
 
-def _judge_inexact(weights: Tensor, reference: Tensor, initial: Tensor) -> Ended:
-    """Weights of an inexact strategy should have gone the way of one worker's, about as far."""
-    if weights.shape != reference.shape or initial.shape != reference.shape:
-        return Ended("trained")
-    gone, wanted = weights - initial, reference - initial
+def _judge_weights(parameters: Tensor, buffers: Tensor, reference: _Alone, tolerance: float) -> Ended:
+    """Weights should be those of one worker, or else have gone the same way, about as far."""
+    expected = torch.cat([reference.parameters, reference.buffers])
+    difference = float((torch.cat([parameters, buffers]) - expected).abs().max())
+    if difference <= tolerance:
+        return Ended("equal")
+    gone, wanted = parameters - reference.initial, reference.parameters - reference.initial
     along = float((gone @ wanted) / wanted.square().sum().clamp_min(1e-30))
     sideways = float((gone - along * wanted).norm() / wanted.norm().clamp_min(1e-30))
     fits = 0.4 <= along <= 2.0 and sideways <= 0.8
-    return Ended("trained" if fits else "wrong", f"went {along:.2f} of one worker's way and {sideways:.2f} beside it")
+    text = f"differs by {difference:.1e}; went {along:.2f} of one worker's way and {sideways:.2f} beside it"
+    return Ended("trained" if fits else "wrong", text)
 
 
-def _weights(model: nn.Module) -> Tensor:
-    return torch.cat([tensor.detach().double().reshape(-1) for tensor in [*model.parameters(), *model.buffers()]])
+def _parameters(model: nn.Module) -> Tensor:
+    return _flat(list(model.parameters()))
 
 
-__all__ = ["FAMILIES", "STEPS", "Case", "Ended", "Script", "X", "Y", "copy", "net", "run_case", "sgd", "step"]
+def _buffers(model: nn.Module) -> Tensor:
+    return _flat(list(model.buffers()))
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *(each.detach().double().reshape(-1) for each in tensors)])

@@ -130,6 +130,8 @@ class ShardedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         _refuse_servers(self._world)
+        source = self._source
+        self._world.sample_counts.record_shard(len(source.dataset), source.batch_size, source.drop_last, self._seed)  # type: ignore[arg-type]
         # The loader was built once, and reads this list at the start of every epoch.
         self._rank_batches.batches = self._divide(self._epoch_batches())
         self._epoch += 1
@@ -256,6 +258,7 @@ class ShardedDataset:
 
     def __iter__(self) -> Iterator[Any]:
         _refuse_servers(self._world)
+        self._world.sample_counts.record_shard(len(self._dataset), 1, False, self._seed)
         order = shuffled(len(self._dataset), self._seed, self._epoch)
         self._epoch += 1
         return _in_turn(enumerate(order), self._world, self._dataset.__getitem__)

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from tutti.collectives import LinkMeasurement, measure_links
 from tutti.errors import ConfigError
 from tutti.job.checks import TrainingChecks
+from tutti.job.compatibility import support
 from tutti.job.handle import JOB_ATTRIBUTE, Job, restore_world
 from tutti.parallel import Mesh
 from tutti.parallel.branch import Branches
@@ -18,7 +19,7 @@ from tutti.replica.batchnorm import synced
 from tutti.replica.state import check_alike, take_from_rank_0
 from tutti.simulation.compute_clock import ComputeClock
 from tutti.strategies import AllReduce, Strategy, as_strategy
-from tutti.strategies.compatibility import refusals
+from tutti.strategies.compatibility import COMMON, refusals
 from tutti.transports import for_devices
 from tutti.world import World, current_world, set_world
 from tutti.world import world as initialised_world
@@ -58,11 +59,8 @@ def distribute(
     world = world or initialised_world()
     # Mistakes are collected, not raised: every rank has to reach `check_alike`, which raises them on all ranks alike.
     strategy, mistakes = _chosen(strategy, world)
-    mistakes += _mistakes(model, optimizer, strategy) + refusals(strategy.support, model, optimizer)
-    if world.size > 1 and world.transport.cluster is None and any(p.is_meta for p in model.parameters()):
-        mistakes.append("the model is on the meta device, without values: build it on a real one, or simulate it.")
-    if world.transport.cluster is not None and any(p.is_cuda for p in model.parameters()):
-        mistakes.append("a simulated rank cannot train on a GPU, whose backward passes share one thread: use the CPU.")
+    mistakes += _mistakes(model, optimizer, strategy, world)
+    mistakes += refusals(lambda technique: support(technique, strategy, mesh), model, optimizer)
     mistakes += strategy.mistakes(optimizer, world.size if mesh is None else mesh.data)
     if mesh is not None:
         mistakes += mesh_mistakes(model, optimizer, mesh, strategy, world.size, example)
@@ -188,9 +186,13 @@ def _chosen(strategy: Strategy | str | None, world: World) -> tuple[Strategy, li
         return AllReduce(), [str(error)]
 
 
-def _mistakes(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> list[str]:
+def _mistakes(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: World) -> list[str]:
     """Return everything that is wrong with what `distribute` was given."""
     mistakes = []
+    if world.size > 1 and world.transport.cluster is None and any(p.is_meta for p in model.parameters()):
+        mistakes.append("the model is on the meta device, without values: build it on a real one, or simulate it.")
+    if world.transport.cluster is not None and any(p.is_cuda for p in model.parameters()):
+        mistakes.append("a simulated rank cannot train on a GPU, whose backward passes share one thread: use the CPU.")
     if getattr(model, JOB_ATTRIBUTE, None) is not None:
         mistakes.append("this model is distributed already; call finish() on its job before distributing it again.")
     if any(isinstance(module, Branches) for module in model.modules()) and not strategy.averages_gradients:
@@ -205,7 +207,7 @@ def _mistakes(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> lis
     in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if missing := [name for name, p in trained.items() if id(p) not in in_optimizer]:
         mistakes.append(
-            f"the optimiser does not hold {_some(missing)}. Give it all trainable parameters, or set "
+            f"the optimiser does not hold {_some(missing)}. {COMMON['several optimisers'].text} Or set "
             "requires_grad=False on those that should not change."
         )
     return mistakes

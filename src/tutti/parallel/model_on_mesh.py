@@ -24,10 +24,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tutti.codecs import Cast
-from tutti.collectives import native, run
 from tutti.errors import ConfigError
 from tutti.parallel.branch import Branches
 from tutti.parallel.groups import broadcast, device_mesh, process_group
+from tutti.parallel.load_refusal import LoadRefusal
 from tutti.parallel.mesh import Axis, Mesh
 from tutti.parallel.pipeline.layers import StageModule
 from tutti.parallel.pipeline.measure import LayerCost
@@ -36,7 +36,9 @@ from tutti.parallel.pipeline.schedules import actions_by_rank
 from tutti.parallel.pipeline.stage_links import StageLinks, open_links
 from tutti.parallel.pipeline.staged_model import StagedModel
 from tutti.parallel.pipeline.step import Loss, PipelineStep
+from tutti.parallel.replica_gradients import ReplicaGradients
 from tutti.parallel.same_batch import SameBatchCheck
+from tutti.parallel.same_copies import SameCopiesCheck
 from tutti.parallel.tensor.plan import TensorPlan, nothing_split_mistakes, tensor_plan
 from tutti.replica import HookedReplica
 from tutti.replica.batchnorm import SyncedBatchNorm
@@ -48,13 +50,10 @@ from tutti.transports import SingleRankTransport, Transport
 if TYPE_CHECKING:
     from tutti.parallel.tensor.sharded_model import ShardedModel
 
-_WHOLE_TENSOR_OPTIMIZERS: dict[str, tuple[Axis, ...]] = {
-    **dict.fromkeys(
-        ("Adafactor", "LAMB", "LARS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo", "SparseAdam"), ("tensor",)
-    ),
-    "LBFGS": ("tensor", "pipe"),
-}
-"""Optimisers, torch's and others', that are not element-wise, and the axes along which they would be wrong."""
+_WHOLE_TENSOR_OPTIMIZERS = {
+    "Adafactor", "LAMB", "LARS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo", "SparseAdam",
+}  # fmt: skip
+"""Optimisers, torch's and others', that are not element-wise, so that they would be wrong along `tensor`."""
 
 _SPLIT = "tensor={tensor} x pipe={pipe}"
 """The name of a split in a saved state."""
@@ -92,6 +91,7 @@ class ModelOnMesh:
         self._staged: StagedModel | None = None
         self._links: StageLinks | None = None
         self._sharded: list[ShardedModel] = []
+        self._check_copies: SameCopiesCheck | None = None
         try:
             self._split(optimizer, transport, example)
         except BaseException:
@@ -127,6 +127,26 @@ class ModelOnMesh:
             ]
             self._resources.enter_context(implicit_replication())
             _share_random_state(group, self._device)
+            self._normalise_along_data()
+            if transport.cluster is None and self._device.type != "meta":
+                self._check_copies = SameCopiesCheck(
+                    self.local_module, optimizer, group, self._axis_transports["tensor"], self._is_sharded
+                )
+                self._resources.callback(self._check_copies.close)
+                if mesh.data == 1:  # Otherwise a strategy that is not synchronous may let copies differ for a while.
+                    self._check_copies.compare_in_steps()
+        split_transports = {axis: self._axis_transports[axis] for axis in ("tensor", "pipe")}
+        self._gradients = ReplicaGradients(self.local_module, optimizer, split_transports, self._is_sharded)
+        self._resources.callback(self._gradients.close)
+        if mesh.tensor * mesh.pipe > 1:
+            refusal = LoadRefusal(model, optimizer, transport.world_rank)
+            self._resources.callback(refusal.close)
+
+    def _normalise_along_data(self) -> None:
+        """Let `SyncedBatchNorm` layers count each sample once: ranks along `tensor` have the same ones."""
+        for module in self.model.modules():
+            if isinstance(module, SyncedBatchNorm):
+                self._resources.callback(module.use(self.data_transport))
 
     @property
     def _local_stages(self) -> dict[int, nn.Module]:
@@ -147,31 +167,11 @@ class ModelOnMesh:
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scale all gradients of a replica such that their norm is at most `max_norm`; return the norm. Collective."""
-        parameters = [parameter for parameter in self.local_module.parameters() if parameter.grad is not None]
-        # Replicated parameters are on every rank along `tensor`: only the first one counts them.
-        is_first = self._axis_transports["tensor"].rank == 0
-        counted = [
-            parameter
-            for parameter in parameters
-            if is_first or any(sharded.is_sharded(parameter) for sharded in self._sharded)
-        ]
-        # In float64: squares of float16 gradients may overflow or vanish.
-        square = torch.zeros(1, dtype=torch.float64)
-        for parameter in counted:
-            assert parameter.grad is not None
-            square += parameter.grad.double().square().sum().cpu()
-        # Not along `data`: the norm is that of one replica.
-        # One axis after the other: the second sums what the first has summed, so all ranks of the replica get the
-        # total.
-        for axis in ("tensor", "pipe"):
-            if self._axis_transports[axis].size > 1:
-                run(native.steps(square, self._axis_transports[axis]))
-        norm = float(square.sqrt())
-        for parameter in parameters:
-            assert parameter.grad is not None
-            # The same small number as in `torch.nn.utils.clip_grad_norm_`, so that both scale alike.
-            parameter.grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
-        return norm
+        return self._gradients.clip_norm(max_norm)
+
+    def _is_sharded(self, parameter: nn.Parameter) -> bool:
+        """Whether ranks along `tensor` hold different parts of a parameter."""
+        return any(sharded.is_sharded(parameter) for sharded in self._sharded)
 
     @contextmanager
     def full_model(self, optimizer: bool) -> Iterator[None]:
@@ -214,6 +214,8 @@ class ModelOnMesh:
 
     def close(self) -> None:
         """Give every rank the whole model, and release it. Collective."""
+        if self._check_copies is not None:
+            self._check_copies()
         for sharded in self._sharded:
             sharded.close()
         if self._staged is not None:
@@ -276,16 +278,12 @@ def mesh_mistakes(
 
 
 def _optimizer_mistakes(optimizer: Optimizer, mesh: Mesh) -> list[str]:
-    """Refuse optimisers that look at more than one element at a time, of a parameter or of all parameters."""
-    # By name, not by class: many of these are in packages that need not be installed.
-    classes = [base.__name__ for base in type(optimizer).__mro__ if base.__name__ in _WHOLE_TENSOR_OPTIMIZERS]
-    axes = [axis for axis in (_WHOLE_TENSOR_OPTIMIZERS[classes[0]] if classes else ()) if mesh.shape[axis] > 1]
-    if not axes:
+    """Refuse optimisers that look at more than one element of a parameter at a time."""
+    if mesh.tensor == 1 or not any(base.__name__ in _WHOLE_TENSOR_OPTIMIZERS for base in type(optimizer).__mro__):
         return []
     return [
         f"{type(optimizer).__name__} looks at whole parameters, and a rank has parts of them with "
-        f"{' and '.join(f'{axis}={mesh.shape[axis]}' for axis in axes)}: use SGD, Adam, AdamW or another element-wise "
-        f"optimiser, or do not use {' and '.join(axes)}."
+        f"tensor={mesh.tensor}: use SGD, Adam, AdamW or another element-wise optimiser, or do not use tensor."
     ]
 
 

@@ -1,5 +1,6 @@
 """`SyncedBatchNorm`: batch normalisation over the samples of all ranks, on CPU and CUDA."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,6 +47,17 @@ class SyncedBatchNorm(nn.modules.batchnorm._BatchNorm):
         self._sample_counts = sample_counts
         # The constructor has put it into training mode.
         self.train(layer.training)
+
+    def use(self, transport: Transport) -> Callable[[], None]:
+        """Normalise over the ranks of another transport. Collective. Returns a function that undoes it."""
+        previous = self._transport
+        self._transport = for_devices(transport, {self.weight.device.type if self.affine else "cpu"}).channel("norm")
+
+        def undo() -> None:
+            self._transport.close()
+            self._transport = previous
+
+        return undo
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:

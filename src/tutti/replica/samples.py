@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from tutti.errors import ConfigError
 
+SHARD_SETTINGS = ("the number of samples", "batch_size", "drop_last", "seed")
+"""What must be the same on every rank where `shard` divides data."""
+
 
 class SampleCounts:
     """The batches that `shard` gave out, for the replicas of a world: their number, and the size of the last one."""
@@ -18,6 +21,8 @@ class SampleCounts:
         """Batches given out so far."""
         self.num_samples = 0
         """Samples in the last of them."""
+        self.shard: list[int] = [-1] * len(SHARD_SETTINGS)
+        """Settings of the data that a training loop draws from, as `SHARD_SETTINGS`; -1 for what is not known."""
         self.models: WeakSet[nn.Module] = WeakSet()
         """Models that are trained with gradients exchanged."""
         self.distributed: WeakSet[nn.Module] = WeakSet()
@@ -30,6 +35,11 @@ class SampleCounts:
         if torch.is_grad_enabled():
             self.num_batches += 1
             self.num_samples = num_samples
+
+    def record_shard(self, num_samples: int, batch_size: int | None, drop_last: bool, seed: int) -> None:
+        """Record that an epoch of sharded data begins. Under no_grad it is for evaluation, and does not count."""
+        if torch.is_grad_enabled():
+            self.shard = [num_samples, -1 if batch_size is None else batch_size, int(drop_last), seed]
 
     @property
     def in_training(self) -> bool:

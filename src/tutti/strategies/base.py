@@ -21,7 +21,7 @@ from tutti.errors import ConfigError, NotPriced
 from tutti.events import EventLog
 from tutti.replica import Bucket, FactoredLayer, Replica
 from tutti.replica.state import share_buffers
-from tutti.strategies.compatibility import COMMON, WORKS, Support
+from tutti.strategies.compatibility import ADDED_SUMS, COMMON, OWN_SUMS, WORKS, Support
 from tutti.strategies.rates import SAME_RATE, LearningRateRule
 from tutti.transports import Transport
 
@@ -242,6 +242,8 @@ class Strategy(ABC):
 
     def support(self, technique: str) -> Support:
         """Return how a technique of `tutti.strategies.compatibility.TECHNIQUES` works under this strategy."""
+        if technique == "sum losses":
+            return ADDED_SUMS if self.steps_by_mean_gradient else OWN_SUMS
         return COMMON.get(technique, WORKS)
 
     def serve(self, replica: Replica, transport: Transport) -> None:

@@ -3,6 +3,7 @@
 `TECHNIQUES` lists what training scripts do besides forward, backward and step. `Strategy.support` says for each whether
 it works as on one worker, works in another way (adapts), or is refused, and in which words. `distribute` raises those
 words where the technique can be seen in the model or the optimiser; otherwise the event that shows it raises them.
+`tutti.job.compatibility` adds meshes, and lists the columns of the table.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,12 +41,19 @@ def _has_sparse_gradients(model: nn.Module, _: Optimizer) -> bool:
     return any(getattr(module, "sparse", False) is True for module in model.modules())
 
 
+def _is_compiled(model: nn.Module, _: Optimizer) -> bool:
+    # Modules that torch.compile returned, and those on which Module.compile was called.
+    return any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules())
+
+
 TECHNIQUES: Mapping[str, Technique] = {
     "clipping": Technique("`clip_grad_norm_`, `clip_grad_value_`"),
     "changed gradients": Technique("scaling, replacing or dropping `p.grad` before the step"),
     "own gradients": Technique("gradients from `torch.autograd.grad` or a formula of your own"),
     "loss scaling": Technique("`torch.amp.GradScaler`"),
     "autocast": Technique("`torch.autocast`"),
+    "sum losses": Technique("losses that are sums over samples"),
+    "second derivatives": Technique("gradient penalties, `create_graph=True`"),
     "accumulation": Technique("gradient accumulation, with and without `job.no_sync()`"),
     "averaged weights": Technique("EMA and SWA copies, with `job.average(copy)`"),
     "schedulers": Technique("schedulers, also of momentum; rates set by hand"),
@@ -55,31 +63,21 @@ TECHNIQUES: Mapping[str, Technique] = {
     "gradient hooks": Technique("`register_hook` on parameters"),
     "batch norm": Technique("BatchNorm by `tutti.sync_batchnorm`"),
     "frozen layers": Technique("layers that are frozen, before or during training"),
+    "unfrozen layers": Technique("layers that are unfrozen during training"),
     "unused parameters": Technique("parameters that some ranks do not use in a step"),
     "tied weights": Technique("tied weights"),
     "sparse gradients": Technique("`nn.Embedding(sparse=True)`", _has_sparse_gradients),
-    "compiled models": Technique("`torch.compile`"),
+    "compiled models": Technique("`torch.compile`", _is_compiled),
     "activation checkpointing": Technique("`torch.utils.checkpoint`"),
     "two models": Technique("two models, each with its optimiser"),
     "several optimisers": Technique("several optimisers for one model"),
     "changed parameters": Technique("parameters changed between steps: clamping, `load_state_dict`"),
     "evaluation on one rank": Technique("evaluation on one rank, under `no_grad`"),
     "metrics": Technique("metrics over all ranks, with `job.reduce`"),
+    "resume": Technique("saving and resuming, with `job.state_dict()`"),
     "another strategy": Technique("`job.finish()`, then `distribute` with another strategy"),
 }
 """Techniques by name. The tests in `tests/promises` try each of them under every family of strategies."""
-
-FAMILIES: Mapping[str, str] = {
-    "all-reduce": "ring",
-    "compressed": "onebit",
-    "Poseidon": "poseidon",
-    "local steps": "bmuf:every=2",
-    "gossip": "gossip",
-    "peers": "peers",
-    "servers": "ps:bsp",
-    "stale servers": "ps:ssp=1",
-}
-"""One strategy of every family, by the name of its column in the documentation's table."""
 
 WORKS = Support("works")
 
@@ -90,9 +88,38 @@ SPARSE_GRADIENTS = Support(
 )
 """For strategies that exchange gradients."""
 
+MIXED_LBFGS = Support(
+    "refuses",
+    "LBFGS takes every change of the parameters since its last step for its own, and this strategy mixes in what other "
+    "ranks did. Use AllReduce, or SGD, Adam or another that takes gradients as they are.",
+)
+"""For strategies that change parameters in every step."""
+
+ADDED_CHANGES = Support(
+    "refuses",
+    "Changes of all ranks are added up, so this one would count once for every rank. Load states before distribute; to "
+    "change parameters while training, use AllReduce, with the same change on every rank.",
+)
+"""For strategies that add up what ranks change."""
+
+ADDED_SUMS = Support(
+    "adapts",
+    'a sum is refused until `job.expect(loss="sum")` says that gradients are to be added up, not averaged.',
+)
+"""For strategies that step by the mean gradient of all ranks."""
+
+OWN_SUMS = Support("adapts", "each rank steps by the sum over its own samples, as one worker with such a batch would.")
+"""For strategies whose ranks step by their own gradients."""
+
 COMMON: Mapping[str, Support] = {
     "several optimisers": Support(
-        "refuses", "Give it all trainable parameters: one optimiser with a parameter group for each part of the model."
+        "refuses",
+        "Give distribute one optimiser of all trainable parameters, with a parameter group for each part of the model.",
+    ),
+    "unfrozen layers": Support(
+        "adapts",
+        "call `job.finish()`, unfreeze them, and call `tutti.distribute` again. Otherwise the first step that would "
+        "train them is an error.",
     ),
 }
 """Support for techniques that is not `WORKS` under any strategy."""
@@ -102,7 +129,7 @@ def refusals(support: Callable[[str], Support], model: nn.Module, optimizer: Opt
     """Return the errors for techniques that a model or its optimiser uses and a strategy refuses.
 
     Args:
-        support: the strategy's `Strategy.support`.
+        support: how each technique works under the strategy (`Strategy.support`), or on a mesh.
         model: the model to distribute.
         optimizer: its optimiser.
     """

@@ -109,7 +109,8 @@ def difference(names: list[str], prints: dict[int, list[int]], rank: int, when: 
         f"rank {rank}: the models differ between ranks {when}, first in '{names[differing[0]]}' ({len(differing)} of "
         f"{len(names)} tensors): different values on {texts}. Something changed the model on some ranks only. "
         "Load states before distribute, which copies rank 0's values to all ranks, or on every rank. Give a scheduler "
-        'that looks at the loss the mean of all ranks, job.reduce(loss, "mean").'
+        'that looks at the loss the mean of all ranks, job.reduce(loss, "mean"). Every rank must enter job.consensus() '
+        "as often as the others."
     )
 
 

@@ -31,6 +31,7 @@ from tutti.job.checks.finite import FiniteCheck
 from tutti.job.checks.layout import LayoutCheck
 from tutti.job.checks.loss_kind import SUM_LOSS, is_sum_loss
 from tutti.job.checks.optimizers import OptimizerCheck
+from tutti.job.checks.shards import refuse_different_shards
 from tutti.replica import HookedReplica
 from tutti.replica.buckets import Slot
 from tutti.strategies import Exchange, Strategy
@@ -106,6 +107,9 @@ class TrainingChecks:
 
     def pass_finished(self) -> None:
         """An exchanged backward pass is over: all ranks have taken part in it."""
+        if self._num_passes == 1 and self._ranks_comparable:
+            rows = share(self._world.sample_counts.shard, self._world.transport)
+            refuse_different_shards(dict(enumerate(rows)), self._rank)
         if self._num_passes == self._due:
             self._due += min(self._due - 1, _INTERVAL)
             self._compare()
@@ -190,10 +194,13 @@ class TrainingChecks:
         learned = [*self._replica.slots, *self._replica.statistics]
         non_finite = first_non_finite([slot.tensor for slot in learned])
         digest = 0 if self._batches is None else self._batches.digest
-        local = [digest, 0 if non_finite is None else non_finite + 1, unused, *prints]
+        shard = self._world.sample_counts.shard
+        local = [*shard, digest, 0 if non_finite is None else non_finite + 1, unused, *prints]
         rows = share_among_living(local, self._world.transport, tag_of(1, self._job))
         if len(rows) < self._world.size and not self._exchange.tolerates_loss:
             raise RankLost(f"rank {self._rank}: a rank was lost before all had come to the end of job.finish().")
+        refuse_different_shards({rank: row[: len(shard)] for rank, row in rows.items()}, self._rank)
+        rows = {rank: row[len(shard) :] for rank, row in rows.items()}
         refuse_same_batches({rank: row[0] for rank, row in rows.items()}, self._rank)
         self._optimizers.check_used(max(row[2] for row in rows.values()))
         learned_names = [slot.name for slot in learned]

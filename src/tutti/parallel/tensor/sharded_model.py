@@ -34,10 +34,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from tutti.errors import ConfigError
 from tutti.parallel.groups import broadcast
 from tutti.parallel.same_batch import SameBatchCheck
+from tutti.parallel.support import SUPPORT, together
 from tutti.parallel.tensor.gather_fallback import GatherFallbackMode, is_sharding_error
 from tutti.parallel.tensor.layers import Undo, parallelise, replicate, to_dtensors, to_full_tensors
 from tutti.parallel.tensor.rules import CONVOLUTIONS
@@ -80,6 +82,7 @@ class ShardedModel:
         self._dtensor_parameters: list[tuple[nn.Module, str, nn.Parameter]] = []
         """Parameters that are DTensors within a forward pass: module, name in it, and parameter."""
         self._undo: list[Undo] = []
+        self._in_forward = False
         self._gather_fallback = GatherFallbackMode(mesh, {module: name for name, module in model.named_modules()})
         self._replace_tensors(self._shard)
         self._patch()
@@ -131,6 +134,7 @@ class ShardedModel:
         replicated: list[str] = []
         for name, module in self._model.named_modules():
             if name in self._split_layers:
+                self._undo.append(module.register_forward_pre_hook(self._refuse_outside).remove)
                 self._undo.append(parallelise(module, self._styles[name], self._mesh))
             # Outer modules come first, so the hooks of a replicated one serve everything inside of it.
             if any(_is_within(name, outer) for outer in replicated):
@@ -153,6 +157,7 @@ class ShardedModel:
         self._undo.clear()
         self._dtensor_parameters.clear()
 
+    @torch.compiler.disable  # It cannot follow DTensors in and out of the model, if that is compiled afterwards.
     def _sharded_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Take and return plain tensors, and compute on DTensors between."""
         if self._check_batch is not None:
@@ -161,9 +166,9 @@ class ShardedModel:
         # Set again for every pass: another job of this thread may have ended and reset it.
         torch._C._set_dtensor_allow_implicit_replication(True)
         try:
-            with self._parameters_as_dtensors(), self._gather_fallback:
+            with together(), self._parameters_as_dtensors(), self._gather_fallback:
                 args, kwargs = to_dtensors((args, kwargs), self._mesh)
-                return to_full_tensors(self._forward(*args, **kwargs))
+                return tree_map_only(Tensor, _once_differentiable, to_full_tensors(self._forward(*args, **kwargs)))
         except (NotImplementedError, RuntimeError) as error:
             if not is_sharding_error(error):
                 raise
@@ -174,10 +179,23 @@ class ShardedModel:
                 'Mesh(split={"name": "replicate"}).'
             ) from error
 
+    def _refuse_outside(self, module: nn.Module, _: Any) -> None:
+        """A split layer is called: not by itself, when its parameters are this rank's shards and not DTensors."""
+        if not self._in_forward:
+            raise ConfigError(
+                f"a {type(module).__name__} layer of a split model was called outside of the model's forward pass. "
+                f"{SUPPORT['activation checkpointing'].text}"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Refuse to copy the model, which has this object in its forward pass."""
+        raise ConfigError(f"rank {self._group.rank()} along tensor: {SUPPORT['averaged weights'].text}")
+
     @contextmanager
     def _parameters_as_dtensors(self) -> Iterator[None]:
         """Within it, the split modules hold DTensors in place of their parameters."""
         dtensors: dict[nn.Parameter, Tensor] = {}
+        self._in_forward = True
         try:
             for module, key, parameter in self._dtensor_parameters:
                 # One DTensor for a parameter that several modules share, so that they share it within too.
@@ -186,6 +204,7 @@ class ShardedModel:
                 module._parameters[key] = dtensors[parameter]  # type: ignore[assignment]
             yield
         finally:
+            self._in_forward = False
             # Also after an error: the optimiser and the strategy hold the plain parameters.
             for module, key, parameter in self._dtensor_parameters:
                 module._parameters[key] = parameter
@@ -228,8 +247,9 @@ class ShardedModel:
         full = torch.empty(self._full_shapes[parameter][0], device="meta")
         shards = [local.new_empty(spec.shard(full, rank, size).shape) for rank in range(size)]
         shards[self._group.rank()] = local.contiguous()
-        for rank, shard in enumerate(shards):
-            broadcast(shard, rank, self._group)
+        with together():
+            for rank, shard in enumerate(shards):
+                broadcast(shard, rank, self._group)
         return spec.full_tensor(shards)
 
 
@@ -242,6 +262,18 @@ def implicit_replication() -> Iterator[None]:
         yield
     finally:
         torch._C._set_dtensor_allow_implicit_replication(before)
+
+
+def _once_differentiable(output: Tensor) -> Tensor:
+    """Refuse to differentiate gradients, which lose parts of their graph between DTensors and plain tensors."""
+
+    def refuse(_: Tensor) -> None:
+        if torch.is_grad_enabled():  # Within a backward pass: it was called with create_graph=True.
+            raise ConfigError(SUPPORT["second derivatives"].text)
+
+    if output.requires_grad:
+        output.register_hook(refuse)
+    return output
 
 
 def _is_within(name: str, outer: str) -> bool:

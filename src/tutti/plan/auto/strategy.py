@@ -47,6 +47,10 @@ class Auto(Strategy):
     def exact(self) -> bool:
         return not self.lossy
 
+    @property
+    def steps_by_mean_gradient(self) -> bool:
+        return True  # Every candidate but those of local steps does.
+
     def support(self, technique: str) -> Support:
         return AllReduce().support(technique)  # It may choose one.
 

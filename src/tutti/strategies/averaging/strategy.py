@@ -15,6 +15,7 @@ from tutti.strategies.averaging.cost import communication_cost
 from tutti.strategies.averaging.exchange import BlockExchange
 from tutti.strategies.averaging.outer_optimizer import PLAIN_AVERAGE, OuterStep
 from tutti.strategies.base import Exchange, Strategy
+from tutti.strategies.compatibility import Support
 from tutti.strategies.rates import SAME_RATE, LearningRateRule
 from tutti.transports import Transport
 
@@ -88,6 +89,15 @@ class LocalSteps(Strategy):
 
     def cost(self, profile: Profile, placement: Placement) -> CommunicationCost:
         return communication_cost(self, profile, placement)
+
+    def support(self, technique: str) -> Support:
+        if technique == "LBFGS":
+            return Support(
+                "adapts",
+                "each rank estimates the curvature from its own gradients, and does not know that the mean at the end "
+                "of a block moved it.",
+            )
+        return super().support(technique)
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         return BlockExchange(replica, transport, self, self.outer(transport.size))

@@ -42,9 +42,12 @@ class PeerContext:
 class PeerAlgorithm(ABC):
     """How peers exchange what their optimisers' steps change.
 
-    `exchange_step`, `set_waiting`, `leave` and `join` are called by the training thread, and reach shared state
-    through `PeerContext.wait` only. All other methods run in the transport's thread.
+    `exchange_step`, `add_change`, `set_waiting`, `leave` and `join` are called by the training thread, and reach shared
+    state through `PeerContext.wait` only. All other methods run in the transport's thread.
     """
+
+    adds_changes: bool = False
+    """Whether what ranks change is added up over ranks, so that parameters may not be changed by hand."""
 
     def __init__(self, context: PeerContext) -> None:
         self._context = context
@@ -62,6 +65,10 @@ class PeerAlgorithm(ABC):
     @abstractmethod
     def exchange_step(self) -> None:
         """Exchange what the optimiser's step has changed, and load the result into the model."""
+
+    def add_change(self, change: Tensor) -> None:
+        """Add what the user has changed since the last step; the next step adds it otherwise."""
+        raise AssertionError(f"{type(self).__name__} refuses changes by hand")
 
     @abstractmethod
     def receive(self, peer: int, header: PeerMessageHeader, payload: Tensor | None) -> None:

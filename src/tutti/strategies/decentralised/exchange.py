@@ -10,10 +10,12 @@ from torch import Tensor
 from tutti.events import EXCHANGE, PULL, Event
 from tutti.replica import Replica
 from tutti.strategies.base import Exchange
+from tutti.strategies.compatibility import ADDED_CHANGES
 from tutti.strategies.decentralised.algorithm import PeerAlgorithm, PeerContext
 from tutti.strategies.decentralised.averaging_rounds import AveragingRounds, RoundPurpose, RoundResult
 from tutti.strategies.decentralised.flat_model import FlatModel
 from tutti.strategies.decentralised.peer_group import PeerGroup
+from tutti.strategies.user_changes import UserChanges
 from tutti.transports import SharesMemory, Transport
 from tutti.transports.base import Operation
 
@@ -64,11 +66,16 @@ class PeerExchange(Exchange):
         self._local_values: Tensor | None = None
         """This rank's own values, while the model holds those of a consensus."""
         self._is_closed = False
+        self._user_changes: UserChanges | None = None
+        """Notices changes by hand between steps; None in a dry run."""
         self._bytes_sent_before = 0
         """Bytes sent until the end of the last step."""
         # Receiving begins before this rank sends: peers may be ahead, and their messages need a listener.
         group.start(self.algorithm)
         replica.listen(self, to="samples")
+        if not replica.sizes_only:
+            remedy = ADDED_CHANGES.text if self.algorithm.adds_changes else ""
+            self._user_changes = UserChanges(replica.model, replica.slots, transport.world_rank, remedy)
         self.algorithm.start()
 
     def metrics(self) -> dict[str, Any]:
@@ -98,9 +105,24 @@ class PeerExchange(Exchange):
         self.replica.show_gradients()
         start_s = self.transport.now()
         self.algorithm.exchange_step()
+        self._parameters_written()
         bytes_sent = self.bytes_sent
         self.events.record(Event(EXCHANGE, start_s, self.transport.now(), bytes_sent - self._bytes_sent_before))
         self._bytes_sent_before = bytes_sent
+
+    def _expect_new_parameters(self) -> None:
+        """Note that parameters are about to be written outside of a step, over what the user may have changed."""
+        if self._user_changes is None:
+            return
+        if self.algorithm.adds_changes:
+            self._user_changes.check()
+        elif self._user_changes.changed():
+            self.algorithm.add_change(self.context.model.change_since(self.context.base))
+
+    def _parameters_written(self) -> None:
+        """Parameters were written by Tutti, which is no change by the user."""
+        if self._user_changes is not None:
+            self._user_changes.record()
 
     def _stop(self) -> Operation:
         self.context.group.stop(self.context.rank)
@@ -130,6 +152,7 @@ class PeerExchange(Exchange):
             algorithm.round_finished(context.rounds.result)
 
     def consensus(self, optimizer: bool = False) -> None:
+        self._expect_new_parameters()
         # A round only regroups if any rank needs that: then there is no mean yet, and the next round makes it.
         while (result := self.run_round(RoundPurpose.AVERAGE)).purpose != RoundPurpose.AVERAGE:
             pass
@@ -141,6 +164,7 @@ class PeerExchange(Exchange):
         if self._local_values is not None:
             self.context.model.write_model_full(self._local_values)
             self._local_values = None
+            self._parameters_written()
 
     def finish(self) -> None:
         # Others may still train and ask for rounds: take part in all of them, so that all ranks end with the same.
@@ -160,12 +184,14 @@ class PeerExchange(Exchange):
         if self.context.group.is_over or self._is_closed:  # There is no training left to go on.
             yield
             return
+        self._expect_new_parameters()
         self.algorithm.set_waiting(True)
         try:
             yield
-        finally:
+        finally:  # Also if the call failed: training may go on after a mistake in a metric, and must compute alone.
             if not (self.context.group.is_over or self._is_closed):
                 self.algorithm.set_waiting(False)
+                self._parameters_written()
 
     def leave(self) -> None:
         self.context.is_away = True
@@ -174,7 +200,10 @@ class PeerExchange(Exchange):
     def join(self) -> None:
         self.context.is_away = False
         self.algorithm.join()
+        self._parameters_written()
 
     def close(self) -> None:
         self._is_closed = True
+        if self._user_changes is not None:
+            self._user_changes.close()
         self._channel.close()  # No message may arrive after the model is detached.

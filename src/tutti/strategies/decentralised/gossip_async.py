@@ -66,6 +66,14 @@ class AsyncGossip(PeerAlgorithm):
         self._context.wait(self._add_step(self._model.change_since(self._context.base)))
         self._model.write_model(self._context.base)
 
+    def add_change(self, change: Tensor) -> None:
+        def add() -> Operation:
+            self._add(change)
+            self._copy_values()
+            yield from ()
+
+        self._context.wait(add())
+
     def _add_step(self, change: Tensor) -> Operation:
         """Add a step's change to the values, and begin to average with a neighbour if no request is under way."""
         if self._num_steps - self._requested_at >= MOST_STEPS:

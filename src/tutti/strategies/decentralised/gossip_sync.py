@@ -72,6 +72,16 @@ class SyncGossip(PeerAlgorithm):
             self._context.run_round(RoundPurpose.REGROUP)
         self._model.write_model(self._context.base)
 
+    def add_change(self, change: Tensor) -> None:
+        def add() -> Operation:
+            local = (self._model.bucket_views(each) for each in (self._values, self._context.base, change))
+            for values, base, changes in zip(*local, strict=True):
+                values.add_(changes, alpha=self._weight)
+                base.add_(changes)
+            yield from ()
+
+        self._context.wait(add())
+
     def _needs_regroup(self) -> bool:
         """Whether a rank of the topology is gone, or a peer waits in a round to regroup."""
         return self._rounds.regroup_requested or not self._group.alive.issuperset(self._members)

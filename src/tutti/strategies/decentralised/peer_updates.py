@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 class PeerUpdatesAlgorithm(PeerAlgorithm):
     """Sends this rank's updates to all others, and applies theirs between its steps."""
 
+    adds_changes = True
+
     def __init__(self, context: PeerContext, strategy: "PeerUpdates") -> None:
         super().__init__(context)
         size = context.group.transport.size

@@ -9,6 +9,7 @@ from tutti.cost import CommunicationCost, Placement, Profile
 from tutti.errors import ConfigError
 from tutti.replica import Replica
 from tutti.strategies.base import Exchange, Strategy
+from tutti.strategies.compatibility import ADDED_CHANGES, MIXED_LBFGS, Support
 from tutti.strategies.decentralised.cost import gossip_cost, peer_updates_cost
 from tutti.strategies.decentralised.exchange import PeerExchange
 from tutti.strategies.decentralised.gossip_async import AsyncGossip
@@ -89,6 +90,10 @@ class PeerUpdates(Strategy):
     def synchronous(self) -> bool:
         return False
 
+    def support(self, technique: str) -> Support:
+        own = {"LBFGS": MIXED_LBFGS, "changed parameters": ADDED_CHANGES}
+        return own.get(technique) or super().support(technique)
+
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         exact_below = 0 if self.codec is None else self.exact_below
         return PeerExchange(replica, transport, "peers", lambda peer: PeerUpdatesAlgorithm(peer, self), exact_below)
@@ -142,6 +147,9 @@ class Gossip(Strategy):
     @property
     def synchronous(self) -> bool:
         return False
+
+    def support(self, technique: str) -> Support:
+        return MIXED_LBFGS if technique == "LBFGS" else super().support(technique)
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
         algorithm = SyncGossip if self.pairs == "sync" else AsyncGossip

@@ -24,6 +24,7 @@ A subclass decides how to push and how long a pull may be outstanding, by the st
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from math import isnan, sqrt
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +37,9 @@ from tutti.strategies.parameter_server.forward_waits import ForwardWaits
 from tutti.strategies.parameter_server.optimizer_options import OptimizerOptions
 from tutti.strategies.parameter_server.push_timing import PushTiming
 from tutti.strategies.parameter_server.shard_optimizer import reject_closure
-from tutti.strategies.parameter_server.user_changes import UserChanges
+from tutti.strategies.parameter_server.support import SUPPORT
 from tutti.strategies.parameter_server.user_optimizer import UserOptimizerState
+from tutti.strategies.user_changes import UserChanges
 from tutti.transports import Transport
 
 if TYPE_CHECKING:
@@ -78,9 +80,10 @@ class ParameterServerWorker(Exchange):
             # Servers have copied the optimiser's state by now.
             self._user_state = UserOptimizerState(self.replica.optimizer, self.replica.slots)
             # Before the waits, whose hooks load parameters: hooks run in the order of registration.
-            self._user_changes = UserChanges(
-                self.replica.model, self.replica.optimizer, self.replica.slots, self.transport.world_rank
-            )
+            remedy = SUPPORT["changed parameters"].text
+            self._user_changes = UserChanges(self.replica.model, self.replica.slots, self.transport.world_rank, remedy)
+            refuse = partial(_refuse_load, self.transport.world_rank)
+            self._handles.append(self.replica.optimizer.register_load_state_dict_pre_hook(refuse))
             self._forward_waits = ForwardWaits(self.replica, self._wait_for_slots) if self._strategy.overlap else None
         self.replica.listen(self, to="gradients")
 
@@ -182,9 +185,9 @@ class ParameterServerWorker(Exchange):
             self._user_changes.record()
 
     def _expect_new_parameters(self) -> None:
-        """Note that parameters are about to be loaded outside of a step, which is no change by the user."""
+        """Note that parameters are about to be loaded outside of a step, over what the user may have changed."""
         if self._user_changes is not None:
-            self._user_changes.forget()
+            self._user_changes.check()
 
     def restore_local(self) -> None:
         if self._user_state is not None:
@@ -207,6 +210,14 @@ class ParameterServerWorker(Exchange):
         for bucket in self._unpushed:
             self._push(bucket, norm)
         self._unpushed.clear()
+
+
+def _refuse_load(rank: int, *_: Any) -> None:
+    """The user loads the state of the optimiser."""
+    raise ConfigError(
+        f"rank {rank}: optimizer.load_state_dict after tutti.distribute: servers hold the optimiser's state and would "
+        "not see it. Load the state before distribute."
+    )
 
 
 def gradient_flags(bucket: Bucket) -> list[bool]:

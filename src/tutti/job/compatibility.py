@@ -1,0 +1,47 @@
+"""The columns of the compatibility table: one strategy of every family, with and without a codec, and a mesh.
+
+`support` is what `distribute` asks, the documentation prints, and `tests/promises` tries with two workers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tutti.parallel import Mesh
+from tutti.parallel.support import SUPPORT as ON_A_MESH
+from tutti.strategies import Strategy, parse
+from tutti.strategies.compatibility import Support
+
+
+@dataclass(frozen=True)
+class Column:
+    """A strategy, as text, and the mesh that it is used on, if any."""
+
+    strategy: str
+    mesh: Mesh | None = None
+
+    def support(self, technique: str) -> Support:
+        """Return how a technique works here."""
+        return support(technique, parse(self.strategy), self.mesh)
+
+
+COLUMNS: Mapping[str, Column] = {
+    "all-reduce": Column("ring"),
+    "all-reduce, compressed": Column("onebit:exact_below=1"),
+    "Poseidon": Column("poseidon"),
+    "local steps": Column("bmuf:every=2"),
+    "gossip": Column("gossip"),
+    "peers": Column("peers"),
+    "peers, compressed": Column("peers+onebit"),
+    "servers": Column("ps:bsp"),
+    "servers, compressed": Column("ps:bsp+onebit"),
+    "stale servers": Column("ps:ssp=1"),
+    "mesh": Column("ring", Mesh(tensor=2)),
+}
+"""By the title in the documentation's table."""
+
+
+def support(technique: str, strategy: Strategy, mesh: Mesh | None) -> Support:
+    """Return how a technique of `TECHNIQUES` works under a strategy, between the replicas of a mesh if there is one."""
+    under_strategy = strategy.support(technique)
+    is_split = mesh is not None and mesh.tensor * mesh.pipe > 1
+    return ON_A_MESH.get(technique, under_strategy) if is_split else under_strategy
