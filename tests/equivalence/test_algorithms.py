@@ -15,7 +15,6 @@ import warm
 from equivalence.algorithms import check_all
 from equivalence.scenarios import device
 from support import SIMULATED, TRANSPORTS, run_ok
-from tutti.launch.interpreter import main_of
 from tutti.launch.mpirun import available, mpirun
 
 SIZES = (1, 2, 3, 4, 5)
@@ -37,7 +36,7 @@ def test_every_algorithm_and_scenario_over_mpi() -> None:
     tests = Path(__file__).parent.parent
     path = os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")])
     ended = subprocess.run(
-        mpirun(MPI_RANKS, [*warm.python(), *main_of("equivalence.mpi_equivalence")[1:]]),
+        mpirun(MPI_RANKS, warm.main_of("equivalence.mpi_equivalence")),
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default", "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
         capture_output=True,
