@@ -123,10 +123,9 @@ def _is_open(file: int) -> bool:
 
 def serve() -> None:
     """Fork a child for every connection; returns nothing in the server, and runs the program in the child."""
-    import ctypes
     import selectors
 
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # Also if the test process is killed.
+    _die_with_parent()  # Also if the test process is killed.
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(sys.argv[1])
     listener.listen(64)
@@ -139,9 +138,7 @@ def serve() -> None:
     while True:
         for key, _ in selector.select():
             if key.fileobj is sys.stdin:
-                for pid, _ in children.values():
-                    os.kill(pid, signal.SIGKILL)
-                os._exit(0)
+                os._exit(0)  # And the kernel kills the children.
             elif key.fileobj is listener:
                 connection, _ = listener.accept()
                 request, files, _, _ = socket.recv_fds(connection, 2**20, _MAX_FILES)
@@ -174,6 +171,12 @@ def serve() -> None:
                 os.kill(key.data, signal.SIGKILL)
 
 
+def _die_with_parent() -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
 def _import_all() -> None:
     import gc
     import importlib
@@ -193,6 +196,7 @@ def _run(request: dict[str, object], passed: list[int]) -> None:
 
     from tutti.launch import fork_client
 
+    _die_with_parent()
     _take_over(request["files"], passed)  # type: ignore[arg-type]
     if request["session"]:
         os.setsid()
