@@ -185,6 +185,8 @@ def _import_all() -> None:
 
     for name in ("pytest", *WORKER, *TORCH, *TUTTI, *COMPILER):  # What the fork server of workers imports too.
         importlib.import_module(name)
+    if (colours := sys.modules.get("colorama.initialise")) is not None:
+        atexit.unregister(colours.reset_all)  # It would write to the terminal of a script that has no use for numba.
     gc.freeze()
     gc.enable()
 
