@@ -16,7 +16,9 @@
     ├── WorkerDropped          a parameter server has excluded this worker, which sent an invalid update
     ├── PacketError            bytes that cannot be decoded as a packet for such a tensor
     ├── WeightRefused          a rank gave NaN as its weight, which stops every rank
+    ├── DifferentCalls         ranks are in different collective calls of a job, or some are in none
     ├── NonFiniteLoss          the loss became NaN or infinite
+    ├── NonFiniteValues        a parameter or a gradient became NaN or infinite
     ├── TargetMissed           a training run that ended below its recipe's target accuracy
     ├── StoreLost              raised by the launcher: the process that serves the run's key-value store has ended
     └── WorkerFailed           raised by the launcher: the first worker that failed
@@ -116,6 +118,15 @@ class WeightRefused(TuttiError):
         super().__init__(f"weight NaN from rank {', '.join(map(str, self.ranks))}")
 
 
+class DifferentCalls(TuttiError):
+    """Ranks are in different collective calls of a job, or some are in none."""
+
+    def __init__(self, weights: Iterable[float]) -> None:
+        self.weights = list(weights)
+        """What each rank gave as its weight: that of a backward pass, or the negative number of a call."""
+        super().__init__(f"ranks are in different calls, by weights {self.weights}")
+
+
 class NonFiniteLoss(TuttiError):
     """The loss became NaN or infinite."""
 
@@ -126,6 +137,18 @@ class NonFiniteLoss(TuttiError):
         super().__init__(
             f"rank {rank}: the loss on {whose} is NaN or infinite at step {step}. Lower the learning rate, clip "
             "gradients, or look at that rank's batch."
+        )
+
+
+class NonFiniteValues(TuttiError):
+    """A parameter or a gradient became NaN or infinite."""
+
+    def __init__(self, rank: int, ranks: list[int], what: str, step: int) -> None:
+        self.elsewhere = bool(ranks) and rank not in ranks
+        whose = " and ".join(f"rank {other}" for other in ranks) or "some rank"
+        super().__init__(
+            f"rank {rank}: {what} is NaN or infinite at step {step}, first on {whose}. Lower the learning rate, clip "
+            "gradients, or look at that rank's batches; job.watch(loss) stops before such a step."
         )
 
 

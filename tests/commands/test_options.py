@@ -33,6 +33,7 @@ OPTIONS = {
     "bench plan": "--json --models --rates --rounds --strategies",
     "bench meshes": "--json --lab --models --quick --rates --rounds --workers",
     "bench auto": "--json --lab --models --rounds --workers",
+    "bench checks": "--json --model --rounds --workers",
     "bench overlap": "--json --lab --models --rounds MODEL",
     "bench backend": "--json --lab --models --rounds --simulate --workers",
     "bench pipeline": "--batch --fixed-time --json --microbatches --plot --rounds --schedules --width --workers",

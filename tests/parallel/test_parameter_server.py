@@ -620,6 +620,7 @@ def test_corrupted_packets_change_nothing(transport: str, codec: Codec, caplog: 
 
 def train_to_a_nan_loss(world: World, strategy: ParameterServer) -> None:
     model, optimizer, job = start(world, strategy)
+    job.expect(same_batches=True)
     for step in range(200):
         loss = loss_of(model, whole_batch(step))
         if job.world.rank == 1 and step == 2:

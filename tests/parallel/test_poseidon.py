@@ -427,6 +427,7 @@ def test_it_prints_as_the_text_that_makes_it(text: str) -> None:
         (lambda: parse("poseidon:ssp=2,overlap=0"), "overlap cannot be turned off"),
         (lambda: Poseidon(consistency=2), "consistency must be an object such as SSP(2), got 2"),  # type: ignore[arg-type]
         (lambda: parse("poseidon:servers=2"), "'servers=2' is none of"),
+        (lambda: parse("poseidon:ssp=2,workers=3"), "'workers=3' is none of"),
     ],
 )
 def test_bad_input(make: Callable[[], Any], said: str) -> None:
@@ -543,7 +544,7 @@ def test_servers_get_other_uses_of_a_weight_and_empty_batches(rows: int) -> None
             for step in range(STEPS):
                 x = batch(world, step, 40)[:rows] if world.rank else batch(world, step, 40)
                 job.contributed(1 + world.rank)
-                loss = model(x).square().sum()  # Parameters come with it: the penalty is on those.
+                loss = model(x).square().sum() / 2  # Parameters come with it: the penalty is on those.
                 penalty = sum(p.square().sum() for p in model.parameters()) if step % 2 else 0.0
                 (loss + 0.5 * penalty).backward()
                 optimizer.step()

@@ -6,8 +6,11 @@ from torch import Tensor
 from tutti.collectives.collective import Collective, compare
 from tutti.collectives.doubling import recursive_doubling
 from tutti.collectives.steps import run
-from tutti.errors import ConfigError, WeightRefused
+from tutti.errors import ConfigError, DifferentCalls, WeightRefused
 from tutti.transports.base import Operation, Transport
+
+FIRST_CALL = -(2.0**20)
+"""Weights from here downwards are no weights: they number the collective calls of a job that ranks may be in."""
 
 
 def mean(tensor: Tensor, transport: Transport, algorithm: Collective, weight: float = 1.0) -> None:
@@ -48,10 +51,13 @@ def weigh(tensor: Tensor, weights: Tensor, transport: Transport) -> None:
 
     Raises:
         WeightRefused: a rank's weight is NaN, which is how a rank says that its loss is not finite.
+        DifferentCalls: a rank's weight is `FIRST_CALL` or less, which is how a rank says that it is in a call.
         ConfigError: a weight is negative.
     """
     if bad := torch.isnan(weights).nonzero().flatten().tolist():
         raise WeightRefused(transport.world_ranks[rank] for rank in bad)
+    if (weights <= FIRST_CALL).any():
+        raise DifferentCalls(weights.tolist())
     if negative := (weights < 0).nonzero().flatten().tolist():
         raise ConfigError(
             f"rank {transport.world_rank}: weights must be 0 or more, but rank {transport.world_ranks[negative[0]]} "

@@ -30,7 +30,8 @@ class SameBatchCheck:
         """Refuse, on all ranks, a batch that differs between them. Collective on the first call; free afterwards."""
         if self._compared:
             return
-        fingerprints = [_fingerprint(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+        fingerprints = [fingerprint(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+        # All ranks compare the same list, so that all of them raise, and none is left waiting in the forward pass.
         by_rank = all_gather_json([self._transport.world_rank, *fingerprints], self._transport)
         first_rank, *first_fingerprints = by_rank[0]
         for rank, *fingerprints in by_rank:
@@ -43,10 +44,11 @@ class SameBatchCheck:
         self._compared = True
 
 
-def _fingerprint(tensor: Tensor) -> list[Any]:
+def fingerprint(tensor: Tensor) -> list[Any]:
     """Return dtype, shape and a hash of the values; tensors without data have no hash."""
     kind = [str(tensor.dtype), list(tensor.shape)]
     if tensor.is_meta:
         return kind
     values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    # 8 bytes suffice: the hash guards against accidents, not against attacks.
     return [*kind, blake2b(values.numpy().data, digest_size=8).hexdigest()]

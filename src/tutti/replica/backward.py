@@ -114,11 +114,14 @@ class BackwardPass:
         replica = self._replica
         if replica.away:
             raise ConfigError("a backward pass inside job.away(), in which this rank takes no part: train outside it.")
+        if replica.checks is not None:
+            replica.checks.pass_started()
         self.running = True
         self._check_still_frozen()
         if in_backward:
             # Autograd calls it after the last node of this backward, before `loss.backward()` returns.
             Variable._execution_engine.queue_callback(self.finish)
+        # Once per pass: what was counted so far is used up by this exchange.
         self._weight = replica.contribution.take()
         replica.listener.backward_started(self._weight)
 
@@ -151,6 +154,7 @@ class BackwardPass:
             if layer.catching and not layer.keeps_gradient and not layer.handed_over:
                 replica.listener.factors_ready(layer)
         self._hand_over(complete_only=False)
+        # Waits for the other ranks: what ends the wait, and what a lost rank does to it, is the strategy's matter.
         replica.listener.backward_done()
         self._settle()
         # With a single bucket the order of gradients changes nothing.
@@ -162,6 +166,8 @@ class BackwardPass:
         self.arrivals = None
         if replica.marks is not None:
             replica.marks.record(replica.buckets)
+        if replica.checks is not None:
+            replica.checks.pass_finished()
 
     @torch.no_grad()
     def factors_caught(self, layer: FactoredLayer, pair: Pair) -> None:
@@ -227,6 +233,7 @@ class BackwardPass:
                     slot.tensor.grad = None
         self._kept.clear()
         self._next_bucket = 0
+        # Last: an error before this leaves the pass running, which the next forward pass refuses.
         self.running, self.exchanged = False, True
 
     def _recut(self, arrivals: list[Slot]) -> None:

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tutti.errors import ConfigError
+from tutti.errors import ConfigError, RankLost
 from tutti.replica.backward import BackwardPass
 from tutti.replica.factors import Catcher, FactoredLayer
 from tutti.replica.loss_scaling import LossScaling
 from tutti.replica.owned_hooks import OwnedHook
-from tutti.replica.replica import EventScope, Listener, Replica
+from tutti.replica.replica import Checks, EventScope, Listener, Replica
 from tutti.replica.samples import Contribution, SampleCounts
 from tutti.replica.step_checks import StepChecks
 
@@ -55,6 +55,12 @@ class HookedReplica(Replica):
         """Whether the model holds the consensus parameters of all ranks, and not those that this rank trains."""
         self.on_caught: Callable[[str], None] | None = None
         """Called with a parameter's name when its factors are caught; autograd calls no hook of that parameter then."""
+        self.checks: Checks | None = None
+        """Checks of what the user does, called in every step; None on a single rank."""
+        self.on_forward: Callable[[Any, Any], None] | None = None
+        """Called with the inputs of each forward pass that trains, but not in compiled graphs."""
+        self.reports_passes = False
+        """Whether backward passes are reported, and not only steps."""
         self._listener: Listener | None = None
         self._scope: EventScope = "steps"
         self._handles: list[Any] = []
@@ -69,7 +75,7 @@ class HookedReplica(Replica):
         return self._listener
 
     def listen(self, listener: Listener, to: EventScope) -> None:
-        self._listener, self._scope = listener, to
+        self._listener, self._scope, self.reports_passes = listener, to, to == "gradients"
         self._handles.append(self.optimizer.register_step_pre_hook(self._before_step))
         self._handles.append(self.optimizer.register_step_post_hook(self._after_step))
         if to == "steps":
@@ -88,6 +94,16 @@ class HookedReplica(Replica):
         for slot in self.slots:
             hook = self._backward.gradient_hook(slot) if to == "gradients" else self._counting_hook()
             self._handles.append(slot.tensor.register_post_accumulate_grad_hook(hook))
+
+    def sum_gradients(self, num_ranks: int) -> None:
+        """Make the mean over ranks a sum, for a loss that is a sum over samples: each rank sends a multiple."""
+
+        def scale(gradient: Tensor) -> Tensor:
+            return gradient * (0.0 if self.contribution.is_empty else float(num_ranks))
+
+        # Before autograd accumulates them: what `p.grad` holds from earlier passes is exchanged already.
+        self._handles += [slot.tensor.register_hook(scale) for slot in self.slots]
+        self.contribution.equal_weights = True
 
     def take_samples(self) -> float:
         weight = self.contribution.take()
@@ -184,6 +200,8 @@ class HookedReplica(Replica):
                 "the last backward pass failed half-way on this rank, so its exchanges no longer match those of the "
                 "others. An exception in backward cannot be skipped in a distributed run: mend its cause and restart."
             )
+        if not torch.compiler.is_compiling() and self.on_forward is not None:
+            self.on_forward(args, kwargs)
         self.contribution.forward(args, kwargs)
 
     def _before_step(self, *_: Any) -> None:
@@ -200,7 +218,13 @@ class HookedReplica(Replica):
                     "different steps. End the context before the last backward pass of a step."
                 )
             self.exchange_gathered()
-        self.listener.before_step()
+        # After the exchange, and not of a step that a GradScaler skips.
+        if self.checks is not None and not self.step_is_void:
+            self.checks.before_step()
+        try:
+            self.listener.before_step()
+        except RankLost as error:
+            raise explained(error, self) from None
         if self.step_is_void:
             self.hide_gradients()
 
@@ -221,7 +245,15 @@ class HookedReplica(Replica):
         self.steps += 1
         if self.step_is_void:
             self.show_gradients()
-        self.listener.after_step()
+        try:
+            self.listener.after_step()
+        except RankLost as error:
+            raise explained(error, self) from None
+
+
+def explained(error: RankLost, replica: HookedReplica) -> Exception:
+    """Return the mistake for which a peer has ended, if the checks of this rank know it; else the error itself."""
+    return error if replica.checks is None else replica.checks.cause_of(error)
 
 
 class _ForwardHook(OwnedHook):

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 from torch import Tensor, nn, zeros_like
 from torch.optim import Optimizer
 
-from tutti.errors import ConfigError
+from tutti.errors import ConfigError, RankLost
 from tutti.replica.batchnorm import SyncedBatchNorm
 from tutti.replica.buckets import Bucket, Kind, Memory, Slot, cut_buckets, kind_of
 from tutti.replica.factors import FactoredLayer
@@ -48,6 +48,38 @@ class GradientClock(Protocol):
 
     def detach(self) -> None:
         """Remove the clock's hooks from the model and its optimiser."""
+        ...
+
+
+class Checks(Protocol):
+    """Checks that run while a replica is trained, as far as a replica calls them."""
+
+    def pass_started(self) -> None:
+        """A backward pass that is exchanged has begun."""
+        ...
+
+    def pass_finished(self) -> None:
+        """That backward pass is over on all ranks."""
+        ...
+
+    def before_step(self) -> None:
+        """The optimiser is about to step."""
+        ...
+
+    def allow(self, *, any_loss: bool = False, same_batches: bool = False) -> None:
+        """Do not look at the loss, or do not compare the batches of ranks."""
+        ...
+
+    def cause_of(self, error: RankLost) -> Exception:
+        """Return the mistake for which a peer has ended, if it is known; else the error itself."""
+        ...
+
+    def finished(self) -> None:
+        """Training is over, and the model holds what all ranks agree on. Collective."""
+        ...
+
+    def close(self) -> None:
+        """Remove all hooks."""
         ...
 
 

@@ -1,10 +1,13 @@
 """Sample counts: how many samples a rank contributed to a step, which is the weight of its gradient in the mean."""
 
+from math import isnan
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+
+from tutti.errors import ConfigError
 
 
 class SampleCounts:
@@ -54,12 +57,24 @@ class Contribution:
         """Samples that were counted since the last exchange."""
         self._counted_batch = False
         """Whether a batch from `shard` is among them."""
-        self._last = 1.0
+        self.last_weight = 1.0
         """Weight of the last exchange."""
+        self.equal_weights = False
+        """Whether every exchange has the weight 1: gradients of losses that are sums say themselves what they weigh."""
 
     def add(self, num_samples: float) -> None:
         """State samples of the next exchange; NaN asks every rank to stop."""
+        if self.equal_weights and not isnan(num_samples):
+            raise ConfigError(
+                'job.contributed has no meaning with loss="sum", which adds gradients up and weighs none of them: '
+                "leave it out, or use a mean."
+            )
         self._stated = (self._stated or 0.0) + num_samples
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the batch that is trained on does not count: it has taken its place where `shard` had none left."""
+        return self._sample_counts.num_batches > 0 and self._sample_counts.num_samples == 0
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the number of rows of a forward pass."""
@@ -81,9 +96,11 @@ class Contribution:
         """Return the weight of the exchange that starts now: the last one again, where nothing new was counted."""
         self.backward()
         # A second backward through the same graph has no forward pass of its own.
-        weight = self._last if self._counted is None else self._counted
+        weight = self.last_weight if self._counted is None else self._counted
         weight = weight if self._stated is None else self._stated
-        self._stated, self._counted, self._counted_batch, self._last = None, None, False, weight
+        if self.equal_weights and not isnan(weight):
+            weight = 1.0
+        self._stated, self._counted, self._counted_batch, self.last_weight = None, None, False, weight
         return weight
 
 
@@ -94,6 +111,7 @@ def num_rows(value: Any) -> int:
 
 
 def _first_tensor(value: Any) -> Tensor | None:
+    """Return the first tensor in nested containers, depth first; None if there is none."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, dict):

@@ -33,11 +33,12 @@ from tutti.codecs import (
 )
 from tutti.collectives import ALGORITHMS, measure_collectives, native_all_reduce
 from tutti.cost import CommunicationCost, Placement, Profile
-from tutti.errors import ConfigError, NonFiniteLoss, WeightRefused
+from tutti.errors import ConfigError, DifferentCalls, NonFiniteLoss, WeightRefused
 from tutti.events import EXCHANGE, Event
 from tutti.replica import Bucket, Replica
 from tutti.strategies.allreduce_cost import communication_cost
 from tutti.strategies.base import Exchange, Strategy
+from tutti.strategies.calls import CONSENSUS, FINISH, different_calls_error
 from tutti.strategies.compatibility import SPARSE_GRADIENTS, Support
 from tutti.strategies.compressed_means import CompressedMean
 from tutti.strategies.converged import ConvergenceMonitor
@@ -143,6 +144,7 @@ class AllReduce(Strategy):
         if placement.num_hosts > 1:
             algorithms = [*_CANDIDATES, *(name for name in ALGORITHMS if name not in ALGORITHMS.built_in)]
         sizes = (AllReduce.bucket_bytes, _LARGE_BUCKET_BYTES)
+        # A model that fits into one bucket of the default size gets the same bucket from a larger one.
         for bucket_bytes in sizes if profile.gradient_bytes > AllReduce.bucket_bytes else sizes[:1]:
             yield from (AllReduce(algorithm, bucket_bytes) for algorithm in algorithms)
         yield from (AllReduce(codec=codec) for codec in (*_CANDIDATE_CODECS, *_plugin_codecs()))
@@ -176,6 +178,8 @@ class AllReduce(Strategy):
 
 class AllReduceExchange(Exchange):
     """Starts a bucket's all-reduce when the bucket is full, and waits for all of them at the end of backward."""
+
+    equal_after_steps = True
 
     def __init__(self, replica: Replica, transport: Transport, strategy: AllReduce) -> None:
         super().__init__(replica, transport)
@@ -230,7 +234,7 @@ class AllReduceExchange(Exchange):
         for bucket, work in self._under_way:
             try:
                 work.wait()
-            except WeightRefused as refusal:
+            except (WeightRefused, DifferentCalls) as refusal:
                 raise self.stopped(refusal) from None
             self._mean.finish(bucket)
         self._under_way.clear()
@@ -266,12 +270,15 @@ class AllReduceExchange(Exchange):
             used = {"converged"}
             self._converged.load_state_dict(state["converged"])
             if state["converged"]["order"] is not None:
+                # The order first: `leave_out` cuts buckets anew in whatever order holds by then.
                 self.replica.arrange(state["converged"]["order"])
             self.replica.leave_out(self._converged.left_out)
         elif isinstance(self._mean, CompressedMean) and "residuals" in state:
             used = {"residuals"}
             self._mean.load_state_dict(state["residuals"])
         elif self.transport.size == 1:
+            # A single rank exchanges nothing, but its checkpoint may be resumed on several: the state is passed on
+            # unchanged.
             self._unused_state = {name: state[name] for name in state.keys() & self._parts}
             used = set(self._unused_state)
         return set(state) - used
@@ -282,11 +289,30 @@ class AllReduceExchange(Exchange):
             bucket = self._waiting.popleft()
             try:
                 self._under_way.append((bucket, self._mean.start(bucket)))
-            except WeightRefused as refusal:
+            except (WeightRefused, DifferentCalls) as refusal:
                 raise self.stopped(refusal) from None
 
-    def stopped(self, refusal: WeightRefused) -> NonFiniteLoss:
-        """Return the error that says on which ranks, and in which step, the loss was not finite."""
+    def consensus(self, optimizer: bool = False) -> None:
+        self._agree(CONSENSUS)
+        super().consensus(optimizer)
+
+    def finish(self) -> None:
+        if self.transport.cluster is None:  # It would take virtual time.
+            self._agree(FINISH)
+        super().consensus()
+
+    def _agree(self, call: int) -> None:
+        """Return when all ranks are in this call. Raises the same error on every rank if some are elsewhere."""
+        if self.transport.size > 1:
+            try:
+                self._mean.agree(call)
+            except DifferentCalls as differ:
+                raise self.stopped(differ) from None
+
+    def stopped(self, refusal: WeightRefused | DifferentCalls) -> NonFiniteLoss | ConfigError:
+        """Return the error that says which ranks are in which call, or on which the loss was not finite."""
+        if isinstance(refusal, DifferentCalls):
+            return different_calls_error(refusal.weights, self.transport, self.replica.steps)
         return NonFiniteLoss(self.transport.world_rank, refusal.ranks, self.replica.steps)
 
 
@@ -312,6 +338,8 @@ def _mean_over(replica: Replica, transport: Transport, strategy: AllReduce, code
         algorithm = "native"
     if algorithm == "cheapest":
         return CollectiveMean(transport, measure_collectives(transport).best)
+    # The transport's own mean, then the backend's own sum, then the algorithms of `tutti.collectives`: the first that
+    # there is.
     if algorithm == "native" and isinstance(transport, Averages):
         return TransportMean(transport)
     kind = "cpu" if replica.device_types <= {"cpu", "meta"} else "cuda"

@@ -33,6 +33,8 @@ class Exchange:
     virtual time. The base class does nothing in a step: a strategy overrides the events it needs.
     """
 
+    equal_after_steps: bool = False
+    """Whether all ranks hold the same parameters after every step, and take the same backward passes together."""
     cost: Callable[[Profile, Placement], CommunicationCost] | None = None
     """Replaces `Strategy.cost` in a running job, for an exchange that decided something in its first steps and keeps to
     it; None if the strategy's own formula holds."""
@@ -205,6 +207,11 @@ class Strategy(ABC):
     def needs_all_ranks(self) -> bool:
         """Whether every step waits for all ranks, so that no rank can be absent (`job.away()`) without a pause."""
         return self.synchronous
+
+    @property
+    def steps_by_mean_gradient(self) -> bool:
+        """Whether every step uses the mean of all ranks' gradients, wherever the optimiser runs."""
+        return self.averages_gradients
 
     @property
     def steps_per_exchange(self) -> int | None:

@@ -26,7 +26,7 @@ from tutti.collectives.hierarchical import broadcast_within, sum_within
 from tutti.collectives.mean import weigh
 from tutti.replica import Bucket, Replica
 from tutti.strategies.compressed_state import CodecMemory, compressed_slots, parameter_sizes
-from tutti.strategies.means import start_sharing_weights, when_filled
+from tutti.strategies.means import agree_by_messages, start_sharing_weights, when_filled
 from tutti.transports import HostsTransport, Transport, Work
 from tutti.transports.base import CompletedWork, Operation
 
@@ -51,6 +51,9 @@ class CompressedMean:
     def begin(self, weight: float) -> Work:
         self._weights = start_sharing_weights(weight, self._transport)
         return CompletedWork()
+
+    def agree(self, call: int) -> None:
+        agree_by_messages(call, self._transport)
 
     def start(self, bucket: Bucket) -> Work:
         """Queue the first stage of this bucket, and the next stage of every open one before it."""
@@ -80,6 +83,7 @@ class CompressedMean:
         return self._steps(bucket, weights)
 
     def _steps(self, bucket: Bucket, weights: Tensor) -> Operation:
+        """Average a bucket over ranks: exactly within hosts, compressed between them."""
         flat, size = bucket.flat, self._transport.size
         # Before anything is summed, because the weights of ranks on one host may differ.
         weigh(flat, weights, self._transport)
@@ -101,6 +105,8 @@ class CompressedMean:
         values = wide = bucket.values
         if not values.is_meta:
             self._mark_unsent(bucket)
+            # The same tensor where it is float32 already, so that the sum is made in place; else a copy, written back
+            # below.
             wide = values.to(torch.float32)
         yield from self._sums[bucket].steps(wide, bucket.exact, across)
         if wide is not values:
@@ -152,6 +158,7 @@ class CompressedMean:
         if state["order"] is not None:
             self._replica.arrange(state["order"])
         self._follow_buckets()
+        # Residuals are plain numbers that any codec can go on from. The rest means something to its own codec only.
         if state["codec"] != print_codec(self._codec):
             state = {**state, "common": {}, "factors": {}}
         CodecMemory.from_gathered(state, self._transport, two_levels=self._within is not None).distribute(self._sums)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tutti.collectives import Collective
-from tutti.collectives.mean import local_weights, share_weights, weigh
+from tutti.collectives.mean import FIRST_CALL, local_weights, share_weights, weigh
+from tutti.errors import DifferentCalls
 from tutti.replica import Bucket
 from tutti.transports import Averages, Transport, Work
 from tutti.transports.base import CompletedWork, Operation
@@ -36,6 +37,10 @@ class Mean(Protocol):
         """Complete the mean once the work that `start` returned is done."""
         ...
 
+    def agree(self, call: int) -> None:
+        """Wait for all ranks, and raise `DifferentCalls` on each unless all are in the same call. Between passes."""
+        ...
+
 
 class TransportMean:
     """Leaves the weighted mean to the transport: shared memory reads every rank's weight beside its gradient."""
@@ -55,6 +60,11 @@ class TransportMean:
 
     def finish(self, bucket: Bucket) -> None:
         return None
+
+    def agree(self, call: int) -> None:
+        # Another length for every call, and a weight that no backward pass has: ranks that reduce something else, a
+        # bucket or that of another call, find that the entries differ.
+        self._transport.average(torch.zeros(1 + call, device="cpu"), FIRST_CALL - call).wait()
 
 
 class NativeSumMean:
@@ -78,6 +88,11 @@ class NativeSumMean:
 
     def finish(self, bucket: Bucket) -> None:
         bucket.flat.div_(self._transport.size)
+
+    def agree(self, call: int) -> None:
+        weights = local_weights(FIRST_CALL - call, self._transport)
+        self._all_reduce(weights).wait()
+        refuse_different_calls(weights)
 
 
 class CollectiveMean:
@@ -104,6 +119,9 @@ class CollectiveMean:
     def finish(self, bucket: Bucket) -> None:
         return None
 
+    def agree(self, call: int) -> None:
+        agree_by_messages(call, self._transport)
+
     def steps(self, bucket: Bucket, weights: Tensor) -> Operation:
         """Return the operation that `start` runs, for ranks of these weights."""
         yield from self.of_flat(bucket.flat, weights)
@@ -123,6 +141,19 @@ def start_sharing_weights(weight: float, transport: Transport) -> Tensor:
     weights = local_weights(weight, transport)
     transport.start(share_weights(weights, transport))
     return weights
+
+
+def agree_by_messages(call: int, transport: Transport) -> None:
+    """Share which call this rank is in, as weights are shared, and raise unless all ranks are in the same."""
+    weights = local_weights(FIRST_CALL - call, transport)
+    transport.start(share_weights(weights, transport)).wait()
+    refuse_different_calls(weights)
+
+
+def refuse_different_calls(weights: Tensor) -> None:
+    """Raise `DifferentCalls` unless the weights of all ranks are equal."""
+    if (weights != weights[0]).any():
+        raise DifferentCalls(weights.tolist())
 
 
 def when_filled(tensor: Tensor, operation: Operation) -> Operation:

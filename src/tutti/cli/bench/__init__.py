@@ -5,6 +5,7 @@ import typer
 from tutti.cli.bench.allreduce import allreduce
 from tutti.cli.bench.auto import auto
 from tutti.cli.bench.backend import backend
+from tutti.cli.bench.checks import checks
 from tutti.cli.bench.codecs import codecs
 from tutti.cli.bench.collectives import collectives
 from tutti.cli.bench.compression import compression
@@ -27,6 +28,7 @@ for _command in (
     allreduce,
     collectives,
     overhead,
+    checks,
     codecs,
     fidelity,
     compression,
@@ -40,4 +42,5 @@ for _command in (
     startup,
     rates,
 ):
+    # A command has the name of its function, which is also that of its module.
     app.command(_command.__name__)(_command)

@@ -1,5 +1,6 @@
-"""Checks while training: mistakes that would end a run normally, with other weights than one worker's."""
+"""Checks that run while a model is trained: mistakes that would otherwise end in wrong weights without an error."""
 
-from tutti.job.checks.model_checks import ModelChecks
+from tutti.job.checks.expectations import LossKind, expect
+from tutti.job.checks.training_checks import TrainingChecks
 
-__all__ = ["ModelChecks"]
+__all__ = ["LossKind", "TrainingChecks", "expect"]

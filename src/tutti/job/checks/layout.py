@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from tutti.errors import ConfigError
 from tutti.replica import HookedReplica
@@ -10,27 +10,36 @@ from tutti.replica import HookedReplica
 _REMEDY = "Change the model before tutti.distribute, or call job.finish(), change it, and call tutti.distribute again."
 
 
+_address = Tensor.data_ptr
+
+
 class LayoutCheck:
     """Notices a model that was moved, cast or given other parameters after `distribute`.
 
     A cast, a move and an assignment to `.data` change the address of a tensor. So the addresses are compared in every
-    step, and the rest only where an address has changed.
+    step, and the rest only where an address has changed, or where a module of the model got a new member.
     """
 
     def __init__(self, replica: HookedReplica, rank: int) -> None:
         self._model, self._rank = replica.model, rank
         self._tensors = [slot.tensor for slot in replica.slots]
         self._layouts = [(slot.name, *_layout(slot.tensor)) for slot in replica.slots]
+        self._modules = {id(module) for module in replica.model.modules()}
+        self._changed = False
         self._addresses = self._addresses_now()
+
+    def member_added(self, module: nn.Module) -> None:
+        """Look at all parameters in the next step, if the module is one of the model."""
+        self._changed = self._changed or id(module) in self._modules
 
     def __call__(self) -> None:
         """Raise `ConfigError` if a trained parameter is not what it was."""
-        if self._addresses_now() != self._addresses:
+        if self._changed or list(map(_address, self._tensors)) != self._addresses:
             self._check()
-            self._addresses = self._addresses_now()
+            self._changed, self._addresses = False, self._addresses_now()
 
     def _addresses_now(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self._tensors]
+        return list(map(_address, self._tensors))
 
     def _check(self) -> None:
         now = {id(parameter) for parameter in self._model.parameters()}

@@ -61,3 +61,12 @@ class OptimizerCheck:
             f"and holds '{name}' of the distributed model. Create the optimiser before tutti.distribute, pass that "
             "one, and step no other."
         )
+
+    def check_used(self, num_passes: int) -> None:
+        """Raise if there were backward passes, so many, in which the given optimiser never stepped."""
+        if num_passes:
+            raise ConfigError(
+                f"rank {self._rank}: {num_passes} backward passes, and the optimiser that tutti.distribute was given "
+                f"({type(self._replica.optimizer).__name__}) never stepped, so the model was not trained. Pass the "
+                "optimiser that the training loop steps."
+            )

@@ -24,6 +24,7 @@ from tutti.errors import ConfigError
 from tutti.transports import SharesMemory, Transport, Work
 from tutti.transports.base import Operation
 
+# Several, so that the wait survives if a few of them come late.
 _KEEP_ALIVES_PER_TIMEOUT = 8
 
 
@@ -149,5 +150,6 @@ def different_calls_error(intents: list[Intent], transport: Transport) -> Config
         f"rank {rank} in {calls[intent]}" for rank, intent in zip(transport.world_ranks, intents, strict=True)
     )
     return ConfigError(
-        f"rank {transport.world_rank}: ranks are in different collective calls: {listed}. Call the same on all ranks."
+        f"rank {transport.world_rank}: ranks are in different collective calls: {listed}. Every rank must enter "
+        "the same."
     )

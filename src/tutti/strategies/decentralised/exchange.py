@@ -146,6 +146,7 @@ class PeerExchange(Exchange):
         # Others may still train and ask for rounds: take part in all of them, so that all ranks end with the same.
         while not self.context.rounds.is_finished:
             self.consensus()
+            # The model keeps the mean: it is the result of training.
             self._local_values = None
             self.context.wait(self._finish())
         self.close()
@@ -160,8 +161,11 @@ class PeerExchange(Exchange):
             yield
             return
         self.algorithm.set_waiting(True)
-        yield
-        self.algorithm.set_waiting(False)
+        try:
+            yield
+        finally:
+            if not (self.context.group.is_over or self._is_closed):
+                self.algorithm.set_waiting(False)
 
     def leave(self) -> None:
         self.context.is_away = True

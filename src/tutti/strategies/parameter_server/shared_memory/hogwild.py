@@ -36,7 +36,12 @@ from tutti.strategies.base import Exchange
 from tutti.strategies.parameter_server.shard_optimizer import clip_factor, reject_closure
 from tutti.strategies.parameter_server.shared_memory.counters import CounterLayout
 from tutti.strategies.parameter_server.shared_memory.optimizer_state import SharedOptimizerState
-from tutti.strategies.parameter_server.shared_memory.worker_registry import RegistryCounters, WorkerRegistry
+from tutti.strategies.parameter_server.shared_memory.worker_registry import (
+    CONSENSUS,
+    FINISH,
+    RegistryCounters,
+    WorkerRegistry,
+)
 
 if TYPE_CHECKING:
     from tutti.strategies.parameter_server.strategy import ParameterServer
@@ -73,6 +78,7 @@ class HogwildWorker(Exchange):
             progress=lambda: self._flags.value(self._version_counter),
             on_loss=self._release_lock_of,
         )
+        # Parameters and statistics, each in shared memory and in this worker's own.
         self._parameters = [slot.tensor for slot in replica.slots]
         self._shared_parameters = self._map_shared(transport, replica.slots)
         self._private_data = [tensor.data for tensor in self._parameters]
@@ -81,6 +87,7 @@ class HogwildWorker(Exchange):
         self._shared_statistics = self._map_shared(transport, replica.statistics)
         self._last_statistics = [tensor.data.clone() for tensor in self._statistics]
         """Running statistics as this worker read them last."""
+        # The optimiser's state, which all workers step in place.
         numel = sum(slot.tensor.numel() for slot in replica.slots)
         parameters = self._parameters
         state_bytes = SharedOptimizerState.required_bytes(numel, len(parameters))
@@ -95,6 +102,7 @@ class HogwildWorker(Exchange):
         self._shared_states: list[dict[str, Any]] = []
         """State of the optimiser in shared memory, while the optimiser has a copy of it."""
         self._has_lock = False
+        # A step writes all parameters and reads them back.
         self._bytes_per_step = 2 * sum(view.nbytes for view in self._shared_parameters)
         self._handles = [replica.optimizer.register_step_pre_hook(reject_closure)]
         replica.listen(self, to="samples")
@@ -120,6 +128,7 @@ class HogwildWorker(Exchange):
             sizes = [-(-slot.tensor.numel() // line) * line for slot in group]
             for slot, part in zip(group, transport.shared_tensor(sum(sizes), dtype).split(sizes), strict=True):
                 views[slot] = like(part[: slot.tensor.numel()], slot.tensor)
+                # Other ranks may still see zeros here. They go on only after the constructor's last collective.
                 if self._rank == 0:
                     views[slot].copy_(slot.tensor.detach())
         return [views[slot] for slot in slots]
@@ -208,7 +217,8 @@ class HogwildWorker(Exchange):
             changes = torch._foreach_sub(self._statistics, self._last_statistics)
             torch._foreach_add_(self._shared_statistics, changes)
 
-    def consensus(self, optimizer: bool = False) -> None:
+    def consensus(self, optimizer: bool = False, call: str = CONSENSUS) -> None:
+        """Wait for all living workers, which must be in the same call, and read what all of them have made."""
         start_s = self.transport.now()
 
         # No worker steps while all are in the barrier, so all of them copy the same values.
@@ -221,7 +231,7 @@ class HogwildWorker(Exchange):
                     self._shared_states.append(dict(state))
                     state.update(_cloned(state))
 
-        self._registry.barrier(copy)
+        self._registry.barrier(copy, call)
         self.events.record(Event(PULL, start_s, self.transport.now()))
 
     def restore_local(self) -> None:
@@ -237,7 +247,7 @@ class HogwildWorker(Exchange):
         self._base_version = self._flags.value(self._version_counter)
 
     def finish(self) -> None:
-        self.consensus(optimizer=True)
+        self.consensus(optimizer=True, call=FINISH)
         self._registry.leave()
         self.close()
 
@@ -257,6 +267,7 @@ class HogwildWorker(Exchange):
         """Return a copy of the optimiser's state, by parameter."""
         states: dict[str, Any] = {}
 
+        # Run within the barrier, where no rank steps: otherwise tensors of one parameter could come from two steps.
         def copy(number: int) -> None:
             self._optimizer_state.refresh()
             for slot, state in zip(self.replica.slots, self._slot_states(), strict=True):
@@ -283,6 +294,8 @@ class HogwildWorker(Exchange):
                 slot_state.update(state["optimizer"].get(slot.name, {}))
             self._optimizer_state.reset()
 
+        # The leader writes, all read: `run_on_leader` returns on every rank only after the leader has published its
+        # end.
         def load_and_read(number: int) -> None:
             self._registry.run_on_leader(number, load)
             self._read()

@@ -8,7 +8,7 @@ from tutti.strategies.parameter_server.shared_memory.context import SharedMemory
 from tutti.strategies.parameter_server.shared_memory.reading import ParameterReader
 from tutti.strategies.parameter_server.shared_memory.shard_versions import ShardVersions
 from tutti.strategies.parameter_server.shared_memory.stepping import Stepper
-from tutti.strategies.parameter_server.shared_memory.worker_registry import Awaited
+from tutti.strategies.parameter_server.shared_memory.worker_registry import STATE, Awaited
 
 
 class ClockMembership:
@@ -51,11 +51,11 @@ class ClockMembership:
         self._start_at_version(bucket_index)
         self._counters.set_member(bucket_index, self._context.rank, True)
 
-    def barrier(self, action: Callable[[int], None] = lambda number: None) -> None:
+    def barrier(self, action: Callable[[int], None] = lambda number: None, call: str = STATE) -> None:
         """Wait for all living workers; when every update is applied, run `action`, read, and go on together."""
         start_s = self._context.transport.now()
         self.leave()
-        self._registry.barrier(partial(self._complete_barrier, action))
+        self._registry.barrier(partial(self._complete_barrier, action), call)
         self._context.events.record(Event(PULL, start_s, self._context.transport.now()))
 
     def _complete_barrier(self, action: Callable[[int], None], number: int) -> None:

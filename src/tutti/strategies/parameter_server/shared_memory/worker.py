@@ -24,7 +24,13 @@ from tutti.strategies.parameter_server.shared_memory.pushing import GradientPush
 from tutti.strategies.parameter_server.shared_memory.reading import ParameterReader
 from tutti.strategies.parameter_server.shared_memory.shard_versions import ShardVersions
 from tutti.strategies.parameter_server.shared_memory.stepping import ShardStepper, Stepper
-from tutti.strategies.parameter_server.shared_memory.worker_registry import RegistryCounters, WorkerRegistry
+from tutti.strategies.parameter_server.shared_memory.worker_registry import (
+    CONSENSUS,
+    FINISH,
+    STATE,
+    RegistryCounters,
+    WorkerRegistry,
+)
 from tutti.strategies.parameter_server.worker import ParameterServerWorker
 
 if TYPE_CHECKING:
@@ -55,6 +61,7 @@ class SharedMemoryWorker(ParameterServerWorker):
         replica, strategy, consistency = self.replica, self._strategy, self._consistency
         buckets, applies_own = replica.buckets, applies_own_updates(consistency)
         shards = cut_for_host(replica, transport.size, whole_buckets=applies_own or steps_jointly(strategy))
+        # 1. Indices of all counters, then the memory for them: the number of counters decides its size.
         layout = CounterLayout()
         registry_counters = RegistryCounters(layout, transport.size)
         counters = ShardCounters(layout, len(buckets), len(shards), transport.size)
@@ -72,12 +79,14 @@ class SharedMemoryWorker(ParameterServerWorker):
         )
         if self._rank == 0:  # Once, for all: the last collective call below orders it before the others' first read.
             counters.values[counters.is_member] = 1
+        # 2. Values and optimiser state, filled in by rank 0.
         parameters = SharedParameters(replica, transport, shards)
         # A worker may have bound + 1 updates that are not applied yet (`push_buffers.py`).
         depth = 0 if applies_own else (consistency.bound or 0) + 1
         num_options = len(OptimizerOptions(replica.optimizer))
         pushes = PushBuffers(replica, transport, parameters.by_bucket, num_options, depth)
         transport.shared_tensor(1, torch.uint8)  # Collective: no rank goes on before rank 0 has filled in its values.
+        # 3. Private memory: which versions this worker's model holds.
         local = [LocalBucket([0] * len(shards_of_bucket)) for shards_of_bucket in parameters.by_bucket]
         return SharedMemoryContext(
             replica,
@@ -120,13 +129,14 @@ class SharedMemoryWorker(ParameterServerWorker):
     def _request_stop(self) -> None:
         self._context.registry.request_stop()
 
-    def consensus(self, optimizer: bool = False) -> None:
+    def consensus(self, optimizer: bool = False, call: str = CONSENSUS) -> None:
+        """Wait for all living workers, which must be in the same call, and read what all updates have made."""
         self._expect_new_parameters()
         if optimizer and self._user_state is not None:
-            self._user_state.fill(self._copy_states())  # In the barrier of the consensus.
+            self._user_state.fill(self._copy_states(call))  # In the barrier of the consensus.
         else:
             self._wait_for_all()
-            self._membership.barrier()
+            self._membership.barrier(call=call)
 
     def leave(self) -> None:
         self._expect_new_parameters()
@@ -139,7 +149,7 @@ class SharedMemoryWorker(ParameterServerWorker):
         self._wait_for_all()
 
     def finish(self) -> None:
-        self.consensus(optimizer=True)
+        self.consensus(optimizer=True, call=FINISH)
         # The barrier has made this worker a member again: others that still train must not wait for it.
         self._membership.withdraw()
         self._context.registry.leave()
@@ -149,7 +159,7 @@ class SharedMemoryWorker(ParameterServerWorker):
         """Return the optimiser's state, by parameter."""
         return {"optimizer": self._copy_states()}
 
-    def _copy_states(self) -> dict[str, Any]:
+    def _copy_states(self, call: str = STATE) -> dict[str, Any]:
         """Return a copy of the optimiser's state, by parameter, in a barrier of all workers."""
         segment_states: list[Any] = []
 
@@ -163,7 +173,7 @@ class SharedMemoryWorker(ParameterServerWorker):
 
         self._expect_new_parameters()
         self._wait_for_all()
-        self._membership.barrier(copy)
+        self._membership.barrier(copy, call)
         return merge_segment_states(segment_states, {slot.name: slot for slot in self.replica.slots})
 
     def load_state_dict(self, state: dict[str, Any]) -> set[str]:

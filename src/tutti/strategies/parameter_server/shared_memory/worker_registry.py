@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tutti.errors import NonFiniteLoss
+from tutti.errors import ConfigError, NonFiniteLoss
 from tutti.strategies.parameter_server.shared_memory.counters import CounterLayout
 
 if TYPE_CHECKING:
@@ -40,6 +40,11 @@ _CHECK_SECONDS = 0.2
 
 _ALIVE, _LEFT, _LOST = 0, 1, 2
 
+STATE, CONSENSUS, FINISH = "job.state_dict() or load_state_dict()", "job.consensus()", "job.finish()"
+
+_CALLS = (STATE, CONSENSUS, FINISH)
+"""The calls of a job in which workers enter barriers."""
+
 Awaited = tuple[np.ndarray, int]
 """Indices of counters, and the value that all of them must reach."""
 
@@ -52,6 +57,8 @@ class RegistryCounters:
         """[worker]: ALIVE, LEFT or LOST."""
         self.entered = layout.allocate(num_workers)
         """[worker]: number of the last barrier that the worker has entered."""
+        self.call = layout.allocate(num_workers)
+        """[worker]: the call in which it has entered that barrier, an index of `_CALLS`."""
         self.left_barrier = layout.allocate(num_workers)
         """[worker]: number of the last barrier whose action the worker has run."""
         self.last_barrier = int(layout.allocate(1)[0])
@@ -96,6 +103,7 @@ class WorkerRegistry:
     @property
     def alive(self) -> list[int]:
         """Ranks of the workers that have not left and are not lost."""
+        # A plain read: a status that changes now is seen by the next check.
         return np.flatnonzero(self._counters[self._indices.status] == _ALIVE).tolist()
 
     @property
@@ -121,17 +129,29 @@ class WorkerRegistry:
 
     # Barriers
 
-    def barrier(self, action: Callable[[int], None]) -> None:
-        """Wait for all living workers; run `action` with the barrier's number; go on when all have run theirs."""
+    def barrier(self, action: Callable[[int], None], call: str = STATE) -> None:
+        """Wait for all living workers; run `action` with the barrier's number; go on when all have run theirs.
+
+        Raises `ConfigError` on all of them if they are not all in the same `call`.
+        """
         # The same on all ranks: no barrier can complete, and be counted, before this rank has entered it.
         number = self.flags.value(self._indices.last_barrier) + 1
+        # Before `entered`, whose publish releases it.
+        self._counters[self._indices.call[self._rank]] = _CALLS.index(call)
         self.flags.publish(int(self._indices.entered[self._rank]), number)
         self.wait(lambda: self._missing(self._indices.entered, number))
+        self._refuse_different_calls()
         action(number)
         self.flags.publish(int(self._indices.left_barrier[self._rank]), number)
         self.wait(lambda: self._missing(self._indices.left_barrier, number))
         # Every rank publishes the same number, so the order in which they do does not matter.
         self.flags.publish(self._indices.last_barrier, number)
+
+    def _refuse_different_calls(self) -> None:
+        calls = {worker: _CALLS[int(self._counters[self._indices.call[worker]])] for worker in self.alive}
+        if len(set(calls.values())) > 1:
+            where = ", ".join(f"rank {self._world_rank(worker)} is in {call}" for worker, call in calls.items())
+            raise ConfigError(f"rank {self._world_rank(self._rank)}: {where}. Every rank must enter the same.")
 
     def run_on_leader(self, barrier_number: int, action: Callable[[], None]) -> None:
         """Within a barrier: run `action` on the leader, or on the next if that is lost, and wait until it is done."""
@@ -150,6 +170,7 @@ class WorkerRegistry:
         self.wait(remaining)
 
     def _missing(self, counters: np.ndarray, number: int) -> Awaited | None:
+        """Return the counters of the living workers if one of them is below `number`, else None."""
         # Statuses are read anew in every check, so the wait also ends when the last missing worker is lost.
         alive = counters[self._counters[self._indices.status] == _ALIVE]
         return None if self.flags.reached(alive, number) else (alive, number)
@@ -167,6 +188,7 @@ class WorkerRegistry:
         # -1 is no progress that can be: the first check starts the deadline anew.
         deadline, last_progress = time.monotonic() + timeout_s, -1
         while (awaited := remaining()) is not None:
+            # In short waits, so that a lost worker or a stop is noticed after one of them.
             if self.flags.wait(*awaited, _CHECK_SECONDS):
                 continue
             self.check_workers(steps)
