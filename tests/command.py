@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from tutti.launch.interpreter import main_of
+import warm
 
 
 class Ended(NamedTuple):
@@ -36,7 +36,7 @@ def stop_in_the_middle(words: list[str], sign: signal.Signals, folder: Path) -> 
     It must end as asked, without a traceback, and say where its record is. Returns how long that took.
     """
     process = subprocess.Popen(
-        [*main_of("tutti.cli"), *words, "--epochs", "1000000", "--name", "long"],
+        [*warm.main_of("tutti.cli"), *words, "--epochs", "1000000", "--name", "long"],
         cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

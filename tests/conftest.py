@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import warm
 from command import Call, Ended
+from tutti.bench import under_mpi
 from tutti.launch import fork_client, supervisor
-from tutti.launch.interpreter import main_of
 from tutti.world import current_world
 
 settings.register_profile("tutti", derandomize=True, deadline=None)  # The same examples every time: no luck.
@@ -181,7 +181,7 @@ def run_cli(tmp_path: Path):  # type: ignore[no-untyped-def]
 
     def run(*args: str, timeout: float = 50, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*main_of("tutti.cli"), *args],
+            [*warm.main_of("tutti.cli"), *args],
             cwd=tmp_path,
             env={**os.environ, "COLUMNS": "200", **environment},
             stdin=subprocess.DEVNULL,
@@ -196,10 +196,11 @@ def run_cli(tmp_path: Path):  # type: ignore[no-untyped-def]
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Call]:
-    """The command in this very process, in an empty folder: quicker than `run_cli`."""
+    """The command in this very process, in an empty folder: quicker than `run_cli`. Ranks under mpirun are warm."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.delenv("TUTTI_DATA", raising=False)
+    monkeypatch.setattr(under_mpi, "main_of", warm.main_of)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def run(*args: str) -> Ended:

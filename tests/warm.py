@@ -1,24 +1,33 @@
 """Python processes that need not import torch, which takes longer than most of what tests do in them.
 
 How it works. `python` gives a command that stands for an interpreter. It starts this file as a small program, without
-site packages, which connects to the server of this test process and sends its arguments, variables, folder and standard
-files. The server has imported torch and Tutti. It forks a child that takes all of that over, runs the script or code as
-`__main__`, and ends as any Python does. The small program waits for the child's status and ends with the same.
+site packages, which connects to the server of this test process and sends its arguments, variables, folder, open files
+and namespaces. The server has imported torch and Tutti. It forks a child that takes all of that over, runs the script
+or code as `__main__`, and ends as any Python does, but leaves what the server imported as it is: to tear that down
+would copy all its memory. The small program waits for the child's status and ends with the same.
+
+A fork server that the child starts for its own workers is warm too, and so need not import torch either.
 
 Who ends what: if the small program is killed, its connection closes and the server kills the child. If the test process
 ends, the server's standard input closes, and the server kills all children and ends. If the server is killed, the
 kernel kills its children, and the small programs see their connections close.
 
-The child has another process number than the small program, and signals to that one do not reach it: a test that sends
-signals other than SIGKILL, or that looks at how Python starts, needs a real interpreter.
+The child has another process number than the small program, which passes SIGINT and SIGTERM on to it. A test that sends
+other signals, or signals to a process group, or that looks at how Python starts, needs a real interpreter.
 """
 
 import array
 import atexit
 import json
 import os
+import signal
 import socket
 import sys
+
+_NAMESPACES = {"net": 0x40000000, "uts": 0x04000000}
+"""Namespaces that a lab's hosts have of their own, and the kernel's numbers for them."""
+
+_MAX_FILES = 64
 
 _server: "tuple[object, str] | None" = None
 
@@ -29,6 +38,13 @@ def python(*options: str) -> list[str]:
     if _server is None:
         _server = _start()
     return [sys.executable, "-I", "-S", __file__, _server[1], *options]
+
+
+def main_of(module: str) -> list[str]:
+    """As Tutti's `main_of`, in a warm interpreter."""
+    from tutti.launch import interpreter
+
+    return [*python(), *interpreter.main_of(module)[1:]]
 
 
 def server_pids() -> list[int]:
@@ -67,17 +83,39 @@ def _start() -> tuple[object, str]:
 
 
 def _ask(path: str, arguments: list[str]) -> None:
+    files = [file for file in map(int, os.listdir("/proc/self/fd")) if _is_open(file)]
+    spaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in _NAMESPACES]
+    request = {
+        "arguments": arguments,
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "files": files,
+        "session": os.getsid(0) == os.getpid(),
+    }
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(path)
-        text = json.dumps({"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}).encode()
-        connection.sendmsg([text], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
+        passed = array.array("i", [*spaces, *files])
+        connection.sendmsg([json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)])
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: connection.send(str(number).encode()))
+        for file in files:  # The child has them: only its end closes them.
+            os.close(file)
         answer = connection.recv(16)
     if not answer:
         sys.exit("the warm server has ended")
     status = int(answer)
     if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
+
+
+def _is_open(file: int) -> bool:
+    try:
+        os.fstat(file)
+    except OSError:
+        return False
+    return True
 
 
 # --- the server ---
@@ -85,11 +123,9 @@ def _ask(path: str, arguments: list[str]) -> None:
 
 def serve() -> None:
     """Fork a child for every connection; returns nothing in the server, and runs the program in the child."""
-    import ctypes
     import selectors
-    import signal
 
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # Also if the test process is killed.
+    _die_with_parent()  # Also if the test process is killed.
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(sys.argv[1])
     listener.listen(64)
@@ -102,12 +138,10 @@ def serve() -> None:
     while True:
         for key, _ in selector.select():
             if key.fileobj is sys.stdin:
-                for pid, _ in children.values():
-                    os.kill(pid, signal.SIGKILL)
-                os._exit(0)
+                os._exit(0)  # And the kernel kills the children.
             elif key.fileobj is listener:
                 connection, _ = listener.accept()
-                request, files, _, _ = socket.recv_fds(connection, 2**20, 3)
+                request, files, _, _ = socket.recv_fds(connection, 2**20, _MAX_FILES)
                 if (pid := os.fork()) == 0:
                     selector.close()
                     for each in (listener, connection, *(other for _, other in children.values())):
@@ -130,9 +164,17 @@ def serve() -> None:
                     selector.unregister(connection)
                     connection.send(str(status).encode())
                 connection.close()
+            elif number := key.fileobj.recv(16):
+                os.kill(key.data, int(number))
             else:  # The small program was killed.
                 selector.unregister(key.fileobj)
                 os.kill(key.data, signal.SIGKILL)
+
+
+def _die_with_parent() -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _import_all() -> None:
@@ -143,38 +185,107 @@ def _import_all() -> None:
 
     for name in ("pytest", *WORKER, *TORCH, *TUTTI, *COMPILER):  # What the fork server of workers imports too.
         importlib.import_module(name)
+    if (colours := sys.modules.get("colorama.initialise")) is not None:
+        atexit.unregister(colours.reset_all)  # It would write to the terminal of a script that has no use for numba.
     gc.freeze()
     gc.enable()
 
 
-def _run(request: dict[str, object], files: list[int]) -> None:
-    """In the child: become what was asked for, and run it. The interpreter ends after that, as always."""
+def _run(request: dict[str, object], passed: list[int]) -> None:
+    """In the child: become what was asked for, run it, and end."""
+    import multiprocessing.process
     import random
+
+    from tutti.launch import fork_client
+
+    _die_with_parent()
+    _take_over(request["files"], passed)  # type: ignore[arg-type]
+    if request["session"]:
+        os.setsid()
+    os.environ.clear()
+    os.environ.update(request["environment"])  # type: ignore[arg-type]
+    os.chdir(str(request["folder"]))
+    multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
+    random.seed()
+    path = sys.argv[1]
+    fork_client.main_of = lambda _: [sys.executable, "-I", "-S", __file__, path, "-c", _FORK_SERVER]
+    _end(_status_of(list(request["arguments"])))  # type: ignore[call-overload]
+
+
+_FORK_SERVER = """
+from tutti.launch import fork_server
+fork_server.die_with = fork_server.outlive = lambda parent: None  # Its parent is the warm server, which ends it.
+fork_server.main()
+"""
+
+
+def _take_over(numbers: list[int], passed: list[int]) -> None:
+    """Enter the namespaces of the small program, and give its open files the numbers that they have there."""
+    import ctypes
+    import fcntl
+
+    spaces, files = passed[: len(_NAMESPACES)], passed[len(_NAMESPACES) :]
+    for space, (name, kind) in zip(spaces, _NAMESPACES.items(), strict=True):
+        if os.fstat(space).st_ino != os.stat(f"/proc/self/ns/{name}").st_ino:
+            status = ctypes.CDLL(None).setns(space, kind)  # os.setns is in Python 3.12 only.
+            assert status == 0, f"cannot enter {name}"
+        os.close(space)
+    out_of_the_way = [fcntl.fcntl(file, fcntl.F_DUPFD, max(numbers) + 1) for file in files]
+    for file in files:
+        os.close(file)
+    for number, file in zip(numbers, out_of_the_way, strict=True):
+        assert number <= 2 or not _is_open(number), f"file {number} is the warm server's own"
+        os.dup2(file, number)
+        os.close(file)
+
+
+def _status_of(options: list[str]) -> int:
+    """Run a script or code, and return the status that Python would exit with."""
     import runpy
     import types
     import warnings
 
-    for number, file in enumerate(files):
-        os.dup2(file, number)
-        os.close(file)
-    os.environ.clear()
-    os.environ.update(request["environment"])  # type: ignore[arg-type]
-    os.chdir(str(request["folder"]))
-    random.seed()
-    options = list(request["arguments"])  # type: ignore[call-overload]
     if options[:2] == ["-W", "error"]:
         warnings.simplefilter("error")
         options = options[2:]
     added = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder not in sys.path]
-    if options[0] == "-c":
-        sys.argv = ["-c", *options[2:]]
-        sys.path[:0] = ["", *added]
-        main = sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(compile(options[1], "<string>", "exec"), main.__dict__)
-    else:
-        sys.argv = options
-        sys.path[:0] = [os.path.dirname(os.path.abspath(options[0])), *added]
-        runpy.run_path(options[0], run_name="__main__")
+    try:
+        if options[0] == "-c":
+            sys.argv = ["-c", *options[2:]]
+            sys.path[:0] = ["", *added]
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(compile(options[1], "<string>", "exec"), main.__dict__)
+        else:
+            sys.argv = options
+            sys.path[:0] = [os.path.dirname(os.path.abspath(options[0])), *added]
+            runpy.run_path(options[0], run_name="__main__")
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            return (ended.code or 0) & 0xFF
+        print(ended.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        sys.excepthook(*sys.exc_info())
+        if isinstance(error, KeyboardInterrupt):
+            sys.stderr.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        return 1
+    return 0
+
+
+def _end(status: int) -> None:
+    """End this process as Python would, but leave what was imported as it is."""
+    import threading
+
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()  # As mpi4py does when the interpreter itself ends.
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -78,13 +78,14 @@ FULL = (
     ),
 )  # fmt: skip
 QUICK = (
-    replace(FULL[0], recipe="digits", batch=64, num_train=640, num_test=200, epochs=2, learning_rate=0.1, workers=(4,)),
-    replace(FULL[1], recipe="digits", batch=64, num_train=1280, num_test=200, epochs=1, workers=(8,), seeds=(0,)),
+    replace(FULL[0], recipe="digits", batch=64, num_train=640, num_test=200, epochs=1, learning_rate=0.1, workers=(4,)),
+    replace(FULL[1], recipe="digits", batch=64, num_train=640, num_test=200, epochs=1, workers=(8,), seeds=(0,)),
 )
 TRAFFIC_WORKERS = (4, 8, 16, 32)
 """Numbers of workers for which the traffic is counted, in a few steps."""
 TRAFFIC_METHODS = (BASELINE, EXACT_PEERS, *GOSSIP_METHODS)
 TRAFFIC_STEPS = 20
+QUICK_TRAFFIC_STEPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +181,11 @@ def _count_traffic(task: DecentralisedTask, context: ReproductionContext) -> Ite
         counts = []
         for workers in sizes:
             job = DecentralisedJob(
-                task=task, method=method, workers=workers, num_steps=TRAFFIC_STEPS, data=context.data
+                task=task,
+                method=method,
+                workers=workers,
+                num_steps=QUICK_TRAFFIC_STEPS if context.quick else TRAFFIC_STEPS,
+                data=context.data,
             )
             outcomes: list[RankOutcome] = simulate_ranks(job).results
             counts.append(round(mean(_bytes_per_step(outcome.bytes_sent) for outcome in outcomes)))

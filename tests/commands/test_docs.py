@@ -4,11 +4,13 @@ import importlib
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from test_options import OPTIONS
 
+import warm
 from command import Call
 from tutti.cluster import Cluster
 
@@ -23,9 +25,9 @@ def examples(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
-def run_python(folder: Path, script: str, *args: str) -> str:
-    """Run a script with warnings as errors, and return what it printed."""
-    command = [sys.executable, "-W", "error", script, *args]
+def run_python(folder: Path, *words: str, command: Sequence[str] | None = None) -> str:
+    """Run a script with warnings as errors, and return what it printed; `command`: the interpreter."""
+    command = [*(command or warm.python()), "-W", "error", *words]
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=50, check=False)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
@@ -34,7 +36,7 @@ def run_python(folder: Path, script: str, *args: str) -> str:
 def test_readme_example_runs(tmp_path: Path) -> None:
     (example,) = examples(ROOT / "README.md")
     (tmp_path / "example.py").write_text(example)
-    printed = run_python(tmp_path, "example.py")
+    printed = run_python(tmp_path, "example.py", command=[sys.executable])
     assert all(f"rank {rank} of 4: loss" in printed for rank in range(4)), printed
 
 

@@ -8,7 +8,6 @@ import pytest
 
 import warm
 from plugin_package import CODE, GROUPS, install
-from tutti.launch.interpreter import main_of
 
 
 @pytest.fixture
@@ -19,7 +18,7 @@ def command(tmp_path: Path):  # type: ignore[no-untyped-def]
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*warm.python(), *main_of("tutti.cli")[1:], *words],
+            [*warm.main_of("tutti.cli"), *words],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": path, "COLUMNS": "100"},
             capture_output=True,

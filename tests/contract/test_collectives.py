@@ -48,7 +48,7 @@ def total(numel: int, dtype: torch.dtype, size: int) -> Tensor:
 
 @every_level
 @every_algorithm
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(size=st.integers(1, 9), numel=st.integers(0, 700), dtype=st.sampled_from(DTYPES))
 @example(size=3, numel=0, dtype=torch.float32)
 @example(size=9, numel=1, dtype=torch.bfloat16)
@@ -106,7 +106,7 @@ def test_layouts(algorithm: Collective, transport: str) -> None:
 
 @every_level
 @every_algorithm
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     weights=st.lists(st.integers(0, 50), min_size=1, max_size=5).filter(any),
     dtype=st.sampled_from([torch.float64, torch.complex128]),

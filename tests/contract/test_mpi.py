@@ -11,7 +11,6 @@ import pytest
 import tutti
 import warm
 from tutti.errors import ConfigError
-from tutti.launch.interpreter import main_of
 from tutti.launch.mpi import rules_in
 from tutti.launch.mpirun import available, mpirun
 from tutti.transports.mpi.algorithms import ALLREDUCE_ALGORITHMS, Rules, fixed_choice
@@ -41,21 +40,21 @@ def run(command: list[str], workers: int = 4) -> subprocess.CompletedProcess[str
 )
 def test_the_contract_holds(transport: str, checks: list[str], workers: int) -> None:
     """Four ranks get Open MPI's own choices; three are the odd number that some of its algorithms have to make even."""
-    ended = run([*warm.python(), *main_of("mpi_suite")[1:], transport, *checks], workers)
+    ended = run([*warm.main_of("mpi_suite"), transport, *checks], workers)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert sorted(re.findall(r"rank (\d) is content", ended.stdout)) == list("0123")[:workers]
 
 
 @needs_mpi
 def test_every_collective_in_worlds_of_up_to_five() -> None:
-    ended = run([*warm.python(), *main_of("mpi_collectives")[1:]], workers=5)
+    ended = run(warm.main_of("mpi_collectives"), workers=5)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert sorted(re.findall(r"rank (\d) is content", ended.stdout)) == list("01234")
 
 
 @needs_mpi
 def test_a_rank_that_leaves_is_named_and_all_end() -> None:
-    ended = run([*warm.python(), *main_of("mpi_suite")[1:], "mpi", "loss"], workers=3)
+    ended = run([*warm.main_of("mpi_suite"), "mpi", "loss"], workers=3)
     assert ended.returncode != 0
     assert sorted(re.findall(r"rank (\d) knows", ended.stdout)) == list("02"), ended.stdout + ended.stderr
 

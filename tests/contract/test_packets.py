@@ -126,7 +126,7 @@ def test_too_long(codec: Codec, more: bytes, honest: bool) -> None:
 
 
 @every_bare
-@settings(max_examples=70)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_bits_flipped(codec: Codec, data: st.DataObject) -> None:
     """Mostly at the beginning of the payload, and at its end: that is where it has structure."""

@@ -44,14 +44,14 @@ BUCKET_BYTES = 2_500
 reference = cache(train_plainly)
 
 
-def check_all(world: World, half: int | None = None) -> bool:
+def check_all(world: World, third: int | None = None) -> bool:
     """Check sums and training by every algorithm in this world. Collective; raises where something differs.
 
     Args:
-        half: 0 or 1 to train by every second algorithm only, where another world of this size and another size on
+        third: 0, 1 or 2 to train by every third algorithm only, where other worlds of this size and other sizes on
             this transport train by the rest.
     """
-    names = NAMES if half is None else NAMES[half::2]
+    names = NAMES if third is None else NAMES[third::3]
     check_sums(world)
     check_training(world, SHORT, names)
     if world.size == 3:  # `check_sums` has long messages too.

@@ -39,7 +39,7 @@ def work(text: str) -> Any:
         return float(made.accuracy(model(x), y))
 
 
-@pytest.mark.parametrize(("text", "processes"), [("ps:async", 4), ("ps:ssp=3", 4), ("ps:ssp=3,servers=1", 5)])
+@pytest.mark.parametrize(("text", "processes"), [("ps:async", 4), ("ps:ssp=3,servers=1", 5)])
 def test_two_of_four_workers_are_killed(text: str, processes: int, capfd: pytest.CaptureFixture[str]) -> None:
     found = tutti.launch(work, text, workers=processes)
     assert found[1:3] == [None, None]

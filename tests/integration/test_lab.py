@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 import tutti
+import warm
 from command import Call
 from tutti.collectives import native
 from tutti.errors import ConfigError, WorkerFailed
-from tutti.launch.interpreter import main_of
 from tutti.launch.lab import namespaces, ownership
 from tutti.launch.lab.lab import LabSpec, address, missing
 from tutti.launch.lab.ownership import Claim
@@ -343,7 +343,7 @@ def test_list_and_clear(call: Call) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_nothing(number: signal.Signals) -> None:
     words = ["lab", "run", "--name", f"{NAME}-signal", "--", "sh", "-c", "echo here; exec sleep 60"]
-    process = subprocess.Popen([*main_of("tutti.cli"), *words], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*warm.main_of("tutti.cli"), *words], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         assert {process.stdout.readline() for _ in range(2)} == {"[rank 0] here\n", "[rank 1] here\n"}
@@ -358,7 +358,7 @@ def test_a_signal_leaves_nothing(number: signal.Signals) -> None:
 
 def test_killing_the_owner_ends_its_commands() -> None:
     words = ["lab", "run", "--name", f"{NAME}-killed", "--", "sh", "-c", "echo here; exec sleep 60"]
-    process = subprocess.Popen([*main_of("tutti.cli"), *words], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*warm.main_of("tutti.cli"), *words], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         assert process.stdout.readline().endswith("here\n")

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,7 +76,7 @@ def lab() -> Iterator[tuple[list[str], list[str]]]:
 @pytest.mark.parametrize(("ranks_per_host", "transport", "name"), [(1, "mpi", "rabenseifner"), (2, "mpi:ring", "ring")])
 def test_ranks_in_namespaces(lab: tuple[list[str], list[str]], ranks_per_host: int, transport: str, name: str) -> None:
     names, addresses = lab
-    argv = [sys.executable, str(SCRIPTS / "reduce_over_mpi.py"), transport]
+    argv = [*warm.python(), str(SCRIPTS / "reduce_over_mpi.py"), transport]
     with mpirun_in_lab(names, addresses, argv, ranks_per_host=ranks_per_host) as command:
         ended = subprocess.run(
             command, capture_output=True, text=True, timeout=55, check=False, stdin=subprocess.DEVNULL

@@ -204,8 +204,14 @@ def test_blocks_do_what_the_formulas_say(name: str, transport: str, overlap: boo
         )
 
 
-@pytest.mark.parametrize("transport", LEVELS)
-@pytest.mark.parametrize("scenario", ["sgd", "uneven batches", "accumulation", "zero_grad keeps zeros"])
+@pytest.mark.parametrize(
+    ("scenario", "transport"),
+    [
+        *(("sgd", transport) for transport in LEVELS),
+        *(("uneven batches", transport) for transport in LEVELS),
+        *((scenario, "shared_memory") for scenario in ("accumulation", "zero_grad keeps zeros")),
+    ],
+)
 def test_averaging_every_step_is_all_reduce_for_plain_sgd(scenario: str, transport: str) -> None:
     plain = replace(SCENARIOS[scenario], optimizer="sgd", steps=8)
     for size in (1, 2, 3) if scenario == "uneven batches" else (3,):

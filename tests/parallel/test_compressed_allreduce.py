@@ -123,7 +123,7 @@ def test_buckets_of_all_kinds_side_by_side(codec: str, transport: str) -> None:
 
     def train(world: World) -> list[Tensor]:
         torch.manual_seed(0)
-        blocks = [nn.Sequential(nn.Linear(40, 40), nn.BatchNorm1d(40), nn.Tanh()) for _ in range(4)]
+        blocks = [nn.Sequential(nn.Linear(40, 40), nn.BatchNorm1d(40), nn.Tanh()) for _ in range(2)]
         model = nn.Sequential(*blocks, nn.Linear(40, 6))
         with torch.no_grad():
             for parameter in model.parameters():

@@ -193,7 +193,7 @@ def rules(num_workers: int) -> st.SearchStrategy[Consistency]:
     return st.one_of(plain, plain.map(StalenessAware))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_every_consistency_keeps_its_guarantee(data: st.DataObject) -> None:
     num_workers = data.draw(st.integers(2, 6), "workers")

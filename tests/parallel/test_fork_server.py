@@ -21,26 +21,36 @@ import time
 import types
 import uuid
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from plain_work import hash_of, wait_for_ever, whereabouts
 from test_launch import parent_signal, runs, started, wait_until_gone
 
 import tutti
 from tutti.errors import ConfigError, WorkerFailed
-from tutti.launch import fork_client, fork_server
+from tutti.launch import fork_client, fork_server, local, start
 from tutti.launch.fork_client import ForkRefused
 from tutti.launch.start import COMPILER, START, TORCH, TUTTI, WORKER, Program, may_fork, modules_for, warm_up
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
-def whereabouts() -> tuple[int, int]:
-    return os.getpid(), os.getppid()
+@pytest.fixture
+def own_servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Servers of this test alone, without torch: to start and kill one costs little, and other tests keep theirs."""
+    plain = partial(Program, modules=WORKER)
+    monkeypatch.setattr(fork_client, "_servers", [])
+    monkeypatch.setattr(local, "Program", plain)
+    monkeypatch.setattr(start, "Program", plain)
+    yield
+    fork_client.close_all()
 
 
 # --- the same worker ---
@@ -199,10 +209,7 @@ def test_runs_share_a_server() -> None:
     assert servers <= set(fork_client.server_pids())
 
 
-def hash_of(text: str) -> tuple[int, int]:
-    return hash(text), os.getppid()
-
-
+@pytest.mark.usefixtures("own_servers")
 def test_a_variable_that_acts_at_import_needs_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
     ((_, usual),) = tutti.launch(hash_of, "a", workers=1)
     monkeypatch.setenv("PYTHONHASHSEED", "0")
@@ -335,9 +342,9 @@ def test_a_server_that_cannot_fork_refuses(text: str, reason: str, tmp_path: Pat
         assert channel.describe_server_end().startswith("ended with status")
 
 
+@pytest.mark.usefixtures("own_servers")
 def test_a_server_started_ahead_that_then_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is killed, lest it fork the worker later, and the run is spawned."""
-    fork_client.close_all()
     warm_up()
     (server,) = fork_client.server_pids()
     ((_, parent),) = tutti.launch(whereabouts, workers=1)
@@ -350,6 +357,7 @@ def test_a_server_started_ahead_that_then_does_not_answer(monkeypatch: pytest.Mo
     assert wait_until_gone([server], 5) == []
 
 
+@pytest.mark.usefixtures("own_servers")
 def test_a_refused_run_is_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise ForkRefused("the fork server has 2 threads")
@@ -392,10 +400,10 @@ def test_the_command_line_imports_no_torch_to_supervise(imports: str, tmp_path: 
         f"{imports}\nworld = tutti.init()\ntensor = torch.ones(1)\n"
         "world.transport.all_reduce(tensor).wait()\nprint('sum', tensor.item())\n"
     )
-    code = f"import sys; from tutti.launch.local import run_script; run_script([{str(script)!r}], 3, {{}}); "
+    code = f"import sys; from tutti.launch.local import run_script; run_script([{str(script)!r}], 2, {{}}); "
     with started("-c", code + "print('torch' in sys.modules)") as process:
         output, _ = process.communicate(timeout=50)
-    assert sorted(output.splitlines()) == ["False", *(f"[rank {rank}] sum 3.0" for rank in range(3))]
+    assert sorted(output.splitlines()) == ["False", *(f"[rank {rank}] sum 2.0" for rank in range(2))]
 
 
 def test_the_process_of_the_store_ends(tmp_path: Path) -> None:
@@ -452,20 +460,13 @@ def test_what_an_ended_worker_left_is_killed_with_its_client(monkeypatch: pytest
     assert events == [("kill", 1), ("kill", 2), ("reap", 2)]
 
 
-def wait_for_ever(pids: str) -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import select; select.select([], [], [], 60)"])
-    Path(pids, str(os.getpid())).touch()
-    Path(pids, str(child.pid)).touch()
-    select.select([], [], [], 60)
-
-
 def wait_for_files(folder: Path, count: int) -> list[int]:
     while len(files := list(folder.iterdir())) < count:
         time.sleep(0.01)
     return [int(file.name) for file in files]
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("impatient", "own_servers")
 def test_the_server_is_killed(tmp_path: Path) -> None:
     """Its workers die with it, the run says so, and the next one has a new server."""
 
@@ -510,14 +511,10 @@ def test_a_worker_is_killed_at_any_moment(seed: int) -> None:
 
 
 MARKED = """
-import os, select, subprocess, sys
-from tutti.launch.local import launch
-def work():
-    subprocess.Popen([sys.executable, "-c", "import select; select.select([], [], [], 60)"])
-    print("here", flush=True)
-    select.select([], [], [], 60)
-if __name__ == "__main__":
-    launch(work, workers=4)
+import select, subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import select; select.select([], [], [], 60)"])
+print("here", flush=True)
+select.select([], [], [], 60)
 """
 
 
@@ -525,8 +522,10 @@ if __name__ == "__main__":
 def test_the_supervisor_is_killed_at_any_moment(after: str, tmp_path: Path) -> None:
     """The server, the workers and what the workers started end too: the fixture looks for what is left."""
     script = tmp_path / "script.py"
-    script.write_text(MARKED)
-    with started(str(script)) as supervisor:
+    # The server imports torch for a script that does, which takes seconds in which it can be killed.
+    script.write_text(("import torch\n" if after == "importing" else "") + MARKED)
+    code = f"from tutti.launch.local import run_script; run_script([{str(script)!r}], 4, {{}})"
+    with started("-c", code) as supervisor:
         assert supervisor.stdout is not None
         if after == "importing":
             time.sleep(1.0)

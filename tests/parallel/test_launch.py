@@ -53,7 +53,7 @@ def started(*argv: str, **variables: str) -> AbstractContextManager[subprocess.P
 
 
 def started_warm(*argv: str, **variables: str) -> AbstractContextManager[subprocess.Popen[str]]:
-    """Likewise, for one to which no signal but SIGKILL is sent: it need not import torch."""
+    """Likewise, but it need not import torch, and nor need the fork server that it starts."""
     return _started([*warm.python(), *argv], variables)
 
 
@@ -697,7 +697,7 @@ def test_workers_die_with_a_killed_supervisor(transport: str) -> None:
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_supervisor_of_the_command_line_is_stopped(sign: signal.Signals) -> None:
     _, *command = main_of("tutti.cli")
-    with started(*command, "run", "-n", "2", str(SCRIPTS / "endless_worker.py")) as supervisor:
+    with started_warm(*command, "run", "-n", "2", str(SCRIPTS / "endless_worker.py")) as supervisor:
         pids = pids_printed_by(supervisor, 2)
         supervisor.send_signal(sign)
         assert supervisor.wait(NOTICE_S + 5) == 130

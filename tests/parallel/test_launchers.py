@@ -14,7 +14,6 @@ import pytest
 import warm
 from tutti.bench import under_mpi
 from tutti.launch.environment import read_environment
-from tutti.launch.interpreter import main_of
 
 SCRIPT = str(Path(__file__).parents[1] / "scripts" / "train_a_little.py")
 
@@ -65,12 +64,14 @@ def run(*command: str) -> str:
 @pytest.fixture(scope="module")
 def digest() -> str:
     """Where the parameters end under Tutti's own launcher."""
-    return trained(run(*main_of("tutti.cli"), "run", "-n2", SCRIPT))
+    return trained(run(*warm.main_of("tutti.cli"), "run", "-n2", SCRIPT))
 
 
 def test_torchrun(digest: str) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    assert trained(run(*launcher, SCRIPT)) == digest
+    """The ranks are started by torchrun's agent, as any command is."""
+    launcher = [*warm.python(), "-c", "from torch.distributed.run import main; main()"]
+    options = ["--standalone", "--nproc-per-node", "2", "--no-python"]
+    assert trained(run(*launcher, *options, *warm.python(), SCRIPT)) == digest
 
 
 def test_mpirun(digest: str) -> None:

@@ -162,7 +162,7 @@ MESHES = [
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh.shape.values())))
 def test_every_mesh_trains_as_one_process(mesh: Mesh) -> None:
-    _assert_as_alone(_perceptron(), mesh, steps=STEPS if mesh.size <= 4 else 5)
+    _assert_as_alone(_perceptron(), mesh, steps=8 if mesh.size <= 4 else 4)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed import HashStore, TCPStore
 
 import tutti
+import warm
 from tutti import Cluster, Link, Simulation, simulate
 from tutti.cluster import Host
 from tutti.errors import ConfigError, DeadlineExceeded, Deadlock, NoLink, RankLost, WorkerFailed
@@ -510,7 +511,7 @@ else:
 def test_a_function_that_catches_everything_holds_nothing_up(dies: bool, failures: dict[int, float], says: str) -> None:
     """Its thread cannot be ended, only left: so this is a process of its own."""
     script = STUBBORN.replace("{dies}", str(dies)).replace("{failures}", str(failures))
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    ended = subprocess.run([*warm.python(), "-c", script], capture_output=True, text=True, timeout=30, check=True)
     assert re.search(says, ended.stdout), ended.stdout
 
 
