@@ -18,6 +18,7 @@ other signals, or signals to a process group, or that looks at how Python starts
 
 import array
 import atexit
+import contextlib
 import json
 import os
 import signal
@@ -122,7 +123,7 @@ def _is_open(file: int) -> bool:
 
 
 def serve() -> None:
-    """Fork a child for every connection; returns nothing in the server, and runs the program in the child."""
+    """Fork a child for every connection; never returns in the server, and runs the program in the child."""
     import selectors
 
     _die_with_parent()  # Also if the test process is killed.
@@ -141,34 +142,44 @@ def serve() -> None:
                 os._exit(0)  # And the kernel kills the children.
             elif key.fileobj is listener:
                 connection, _ = listener.accept()
-                request, files, _, _ = socket.recv_fds(connection, 2**20, _MAX_FILES)
-                if (pid := os.fork()) == 0:
-                    selector.close()
-                    for each in (listener, connection, *(other for _, other in children.values())):
+                request, files = _received(connection)
+                if request and (pid := os.fork()) == 0:
+                    for each in (selector, listener, connection, *(other for _, other in children.values())):
                         each.close()
-                    for file in children:
-                        os.close(file)
-                    return _run(json.loads(request), files)
+                    return _run(json.loads(request), files, list(children))
                 for file in files:
                     os.close(file)
-                file = os.pidfd_open(pid)
-                children[file] = pid, connection
-                selector.register(file, selectors.EVENT_READ)
-                selector.register(connection, selectors.EVENT_READ, pid)
+                if request:
+                    file = os.pidfd_open(pid)
+                    children[file] = pid, connection
+                    selector.register(file, selectors.EVENT_READ)
+                    selector.register(connection, selectors.EVENT_READ, pid)
             elif key.fileobj in children:
                 pid, connection = children.pop(key.fd)
                 selector.unregister(key.fd)
                 os.close(key.fd)
-                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 if connection in selector.get_map():
                     selector.unregister(connection)
-                    connection.send(str(status).encode())
-                connection.close()
-            elif number := key.fileobj.recv(16):
-                os.kill(key.data, int(number))
-            else:  # The small program was killed.
-                selector.unregister(key.fileobj)
-                os.kill(key.data, signal.SIGKILL)
+                _report(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), connection)
+            elif key.fileobj in selector.get_map():  # Otherwise the child has ended since `select` returned.
+                number, _ = _received(key.fileobj)
+                if not number:  # The small program was killed.
+                    selector.unregister(key.fileobj)
+                os.kill(key.data, int(number or signal.SIGKILL))
+
+
+def _received(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """A message and its files; an empty one if the small program was killed, which may be at any moment."""
+    try:
+        return socket.recv_fds(connection, 2**20, _MAX_FILES)[:2]
+    except ConnectionError:
+        return b"", []
+
+
+def _report(status: int, connection: socket.socket) -> None:
+    """Send the status of a child that has ended to the small program, if that still runs."""
+    with connection, contextlib.suppress(ConnectionError):
+        connection.send(str(status).encode())
 
 
 def _die_with_parent() -> None:
@@ -191,14 +202,16 @@ def _import_all() -> None:
     gc.enable()
 
 
-def _run(request: dict[str, object], passed: list[int]) -> None:
-    """In the child: become what was asked for, run it, and end."""
+def _run(request: dict[str, object], passed: list[int], others: list[int]) -> None:
+    """In the child: become what was asked for, run it, and end. `others`: files of the server, to be closed."""
     import multiprocessing.process
     import random
 
     from tutti.launch import fork_client
 
     _die_with_parent()
+    for file in others:
+        os.close(file)
     _take_over(request["files"], passed)  # type: ignore[arg-type]
     if request["session"]:
         os.setsid()
