@@ -12,16 +12,13 @@ from tutti.job.checks import LossKind, expect
 from tutti.job.not_copied import NotCopied
 from tutti.job.progress import JobProgress
 from tutti.job.state import job_state, load_job_state
-from tutti.job.values import CollectiveValues
+from tutti.job.values import JOB_ATTRIBUTE, CollectiveValues
 from tutti.parallel.model_on_mesh import ModelOnMesh
 from tutti.parallel.pipeline.step import Loss, PipelineStep
 from tutti.replica import HookedReplica
 from tutti.replica.hooks import explained
 from tutti.strategies import Exchange, Strategy
 from tutti.world import World, current_world, set_world
-
-JOB_ATTRIBUTE = "_tutti_job"
-"""The attribute of a distributed model that holds its job."""
 
 
 class Job(CollectiveValues, JobProgress, NotCopied):
@@ -111,7 +108,8 @@ class Job(CollectiveValues, JobProgress, NotCopied):
         evaluate, `optimizer=False` saves that transfer. Afterwards the rank's own values are restored.
         """
         _refuse_in_consensus(self._replica, "a second job.consensus()")
-        self._exchange.consensus(optimizer)
+        with self._others_waiting():
+            self._exchange.consensus(optimizer)
         self._replica.in_consensus = True
         local: list[tuple[Tensor, Tensor]] = []
         try:
@@ -164,7 +162,8 @@ class Job(CollectiveValues, JobProgress, NotCopied):
             self._finished = True
             try:
                 try:
-                    self._exchange.finish()
+                    with self._others_waiting():
+                        self._exchange.finish()
                 except RankLost as error:
                     raise explained(error, self._replica) from None
                 if self._replica.checks is not None:

@@ -1,5 +1,7 @@
 """`CollectiveValues`: the part of a job that combines values of all ranks, such as metrics."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from math import isnan
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
@@ -11,6 +13,9 @@ from tutti.errors import ConfigError, ReplicaMismatch
 from tutti.job.copies import average, averaged_tensors, copy_mistake, describe, different_tensors
 from tutti.strategies import Exchange
 from tutti.world import World
+
+JOB_ATTRIBUTE = "_tutti_job"
+"""The attribute of a distributed model that holds its job."""
 
 ReduceOp = Literal["mean", "sum", "max"]
 
@@ -71,8 +76,18 @@ class CollectiveValues:
         average(changed, self.world.calls.among(found["ranks"]))
         return local
 
+    @contextmanager
+    def _others_waiting(self) -> Iterator[None]:
+        """Let peers go on with other models of this process while this rank waits for them in a call of this one."""
+        with ExitStack() as stack:
+            for model in list(self.world.sample_counts.distributed):
+                job = getattr(model, JOB_ATTRIBUTE, None)
+                if job is not None and job is not self:
+                    stack.enter_context(job._exchange.waiting())
+            yield
+
     def _call(self, name: str, value: Any, combine: Any) -> Any:
-        with self._exchange.waiting():
+        with self._exchange.waiting(), self._others_waiting():
             return self.world.calls.call(name, value, combine, elastic=self._exchange.tolerates_loss)
 
 

@@ -270,8 +270,8 @@ def _optimizer_mistakes(optimizer: Optimizer, mesh: Mesh) -> list[str]:
     if mesh.tensor == 1 or not any(base.__name__ in _WHOLE_TENSOR_OPTIMIZERS for base in type(optimizer).__mro__):
         return []
     return [
-        f"{type(optimizer).__name__} looks at whole parameters, and a rank has parts of them with tensor={mesh.tensor}: "
-        "use SGD, Adam, AdamW or another element-wise optimiser, or do not use tensor."
+        f"{type(optimizer).__name__} looks at whole parameters, and a rank has parts of them with "
+        f"tensor={mesh.tensor}: use SGD, Adam, AdamW or another element-wise optimiser, or do not use tensor."
     ]
 
 
