@@ -53,6 +53,7 @@ class CpuUse:
     def from_line(cls, line: str, own_s: float, ticks_per_s: int) -> "CpuUse":
         """Read the first line of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal in ticks."""
         ticks = [int(word) / ticks_per_s for word in line.split()[1:9]]
+        # Idle, and waiting for disks, during which a core is free as well.
         idle_s = sum(ticks[3:5])
         return cls(sum(ticks) - idle_s, idle_s, own_s)
 
@@ -64,6 +65,7 @@ class CpuUse:
         """
         used_s, own_s = later.used_s - self.used_s, later.own_s - self.own_s if own_s is None else own_s
         total_s = used_s + later.idle_s - self.idle_s
+        # At least 0: clock ticks are coarse, and the two counters are not read at the same instant.
         return max(0.0, used_s - own_s) / total_s if total_s > 0 else 0.0
 
 
@@ -124,6 +126,7 @@ def steadiest(measure: Callable[[], list[T]], seconds: Callable[[T], float]) -> 
         after = CpuUse.now()
         others = before.others(after) if before is not None and after is not None else 0.0
         attempts.append((results, Spread.of([seconds(result) for result in results], others)))
+    # A steady attempt before a faster one: the median of one that is not steady says little.
     return min(attempts, key=lambda attempt: (not attempt[1].steady, attempt[1].median_s))
 
 
@@ -136,6 +139,7 @@ def largest_rate() -> float:
         start_s = time.perf_counter()
         target[:] = source
         fastest_s = min(fastest_s, time.perf_counter() - start_s)
+    # 8 bits per byte. The least time that counts is 100 ns, in case the clock does not see the copy at all.
     return _CORES * 8 * _COPY_BYTES / max(fastest_s, 1e-7)
 
 

@@ -53,6 +53,8 @@ class Registry(Mapping[str, T]):
         """Return the entry; raise `KeyError` if there is none and `PluginError` if its package is wrong."""
         if name in self._loaded:
             return self._loaded[name]
+        # Built-in names come first, so an installed package can never replace a strategy that ships with Tutti. What
+        # was loaded is kept: importing a package may be slow, and two lookups must give the same object.
         if name in self.built_in:
             entry = self.built_in[name]
             self._loaded[name] = load(entry) if isinstance(entry, str) else entry

@@ -1,7 +1,8 @@
 """`World`: this rank, the number of ranks, and the transport between them; and the world of the current thread."""
 
 import builtins
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,7 +11,7 @@ from typing import Any
 from tutti.collectives.calls import CollectiveCalls
 from tutti.errors import ConfigError
 from tutti.replica import SampleCounts
-from tutti.strategies import Strategy
+from tutti.strategies import Exchange, Strategy
 from tutti.transports import Transport
 
 
@@ -20,6 +21,8 @@ class WorldUsage:
 
     num_jobs: int = 0
     """Models that were distributed."""
+    exchanges: list[Exchange] = field(default_factory=list)
+    """Those of the jobs that are not finished."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +57,22 @@ class World:
     def calls(self) -> CollectiveCalls:
         """Calls of all its ranks with small values. Collective when first used: `distribute` does."""
         return CollectiveCalls(self.transport)
+
+    @contextmanager
+    def waiting(self, own: Exchange | None = None) -> Iterator[None]:
+        """Around a call in which this rank waits for the others, while they may still wait for its part in a step.
+
+        Under peers' updates, for example, a rank that is ahead waits until this one has applied its updates. If this
+        rank waits for that one in `shard`, neither would ever go on.
+
+        Args:
+            own: the exchange that the call is of, which knows by itself that it waits.
+        """
+        with ExitStack() as waits:
+            for exchange in self.usage.exchanges:
+                if exchange is not own:
+                    waits.enter_context(exchange.waiting())
+            yield
 
     def close(self) -> None:
         """Leave the world: peers that still wait for this rank get an error. `tutti.init` may follow. Idempotent."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import tutti
 from support import run_ok, run_threads
@@ -242,6 +243,33 @@ def test_the_inbox_limits_how_far_a_rank_is_ahead() -> None:
     for graph in ("all", "ring"):
         assert 0 < seen(2, graph) <= 6
         assert seen(64, graph) > 12
+
+
+@pytest.mark.parametrize("call", ["shard", "finish", "distribute"])
+def test_a_rank_that_is_ahead_does_not_wait_for_one_that_waits_for_it(call: str) -> None:
+    """Rank 0 is ahead by more than an inbox of rank 1, which waits for it in a call that has nothing to do with it."""
+
+    def train(world: World) -> None:
+        model, optimizer, job = start(world, PeerUpdates(None, inbox=1))
+        other = nn.Linear(2, 2)
+        job_of_other = distribute(other, torch.optim.SGD(other.parameters(), lr=0.1), world=world)
+        another = nn.Linear(2, 2)
+        sampler = WeightedRandomSampler([1.0] * 8, 8)
+        loader = tutti.shard(DataLoader(torch.arange(8), batch_size=4, sampler=sampler), world=world)
+        if world.rank == 0:
+            go(job, model, optimizer, range(6))
+        if call == "shard":
+            assert len(list(loader)) == 1
+        elif call == "finish":
+            job_of_other.finish()
+        else:
+            distribute(another, torch.optim.SGD(another.parameters(), lr=0.1), world=world).finish()
+        if world.rank == 1:
+            go(job, model, optimizer, range(6))
+        job_of_other.finish()
+        job.finish()
+
+    run_ok(train, size=2, transport="sockets")
 
 
 def test_each_update_arrives_once_along_a_graph() -> None:

@@ -427,6 +427,7 @@ def test_it_prints_as_the_text_that_makes_it(text: str) -> None:
         (lambda: parse("poseidon:ssp=2,overlap=0"), "overlap cannot be turned off"),
         (lambda: Poseidon(consistency=2), "consistency must be an object such as SSP(2), got 2"),  # type: ignore[arg-type]
         (lambda: parse("poseidon:servers=2"), "'servers=2' is none of"),
+        (lambda: parse("poseidon:ssp=2,workers=3"), "'workers=3' is none of"),
     ],
 )
 def test_bad_input(make: Callable[[], Any], said: str) -> None:

@@ -222,6 +222,17 @@ def test_steps_after_a_failure_are_not_taken() -> None:
     assert run_ok(work, size=2, transport="sockets") == [1, 1]
 
 
+def test_a_loop_that_is_woken_while_it_does_not_run() -> None:
+    """The thread of the loop starts operations itself: many of them before its next step must not block it."""
+
+    def work(world: World) -> None:
+        messenger = messages(world)._messenger
+        for _ in range(5000):
+            messenger.connections.wake()
+
+    run_ok(work, size=2, transport="sockets")
+
+
 def test_channels_over_some_ranks() -> None:
     """Numbered anew, in the order given, and errors still name ranks as the world does."""
 

@@ -39,6 +39,7 @@ def group_over(connection: GroupConnection) -> TuttiGroup:
         if hosts_are_shared(transport) and not isinstance(transport, HostsTransport):
             transport = HostsTransport(transport)
         collectives, messages = _collectives_and_messages(transport)
+    # Peers are in the same collective and would wait for this rank until their timeout: leaving tells them.
     except BaseException:
         connection.leave()
         transport.close()

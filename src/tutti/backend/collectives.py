@@ -63,11 +63,13 @@ class Collectives(ABC):
 def all_ranges(flat: Tensor, size: int) -> list[BlockRange]:
     """The ranges of Gloo's blocks in the reduction of `flat` over `size` ranks."""
     blocks = gloo_order.blocks(flat.numel(), flat.itemsize, size)
+    # With few elements some of Gloo's blocks are empty, which the kernels need not see.
     return [(block, part.start, part.stop) for block, part in enumerate(blocks) if part.start < part.stop]
 
 
 def part_ranges(flat: Tensor, numel: int, rank: int, size: int) -> list[BlockRange]:
     """The ranges in part `rank`, of `numel` elements, of the reduction of `flat`, counted from the part's start."""
+    # Blocks are those of the whole tensor, of which a part may begin and end within any: Gloo would reduce all of it.
     blocks, start = gloo_order.blocks(flat.numel(), flat.itemsize, size), rank * numel
     ranges = gloo_order.split_by_block(blocks, start, start + numel)
     return [(block, first - start, last - start) for block, first, last in ranges]

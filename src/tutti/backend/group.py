@@ -154,6 +154,7 @@ class TuttiGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> BackendWork:
+        """Sum several tensors over ranks, and leave this rank's part of each in its output."""
         opts = opts or c10d.ReduceScatterOptions()
         flats, op = self._reducible(outputs[0], opts)
         operations = []
@@ -162,6 +163,8 @@ class TuttiGroup(dist.ProcessGroup):
             (flat,), (result,) = flats.inputs(full), flats.outputs(output)
             operation = self._collectives.reduce_scatter(result, flat, op)
             operations.append(self._reduced(operation, result, op, output))
+        # One after the other, as one operation: the caller gets a single work for all of them, as torch's coalescing
+        # expects.
         return self._submit_collective(flats, _in_sequence(operations), opts)
 
     def _reduced(self, operation: Operation, result: Tensor, op: ReduceOperator, tensor: Tensor) -> Operation:
@@ -180,6 +183,7 @@ class TuttiGroup(dist.ProcessGroup):
         return self._submit_collective(flats, self._collectives.all_gather(gathered, flat_input), opts)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> BackendWork:
+        """Gather several tensors; `outputs` has a list for each rank, with a tensor for each input."""
         opts = opts or c10d.AllgatherOptions()
         flats, operations = FlatTensors(self._world_rank), []
         for number, tensor in enumerate(inputs):
@@ -192,6 +196,7 @@ class TuttiGroup(dist.ProcessGroup):
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> BackendWork:
+        """Gather several tensors, each into one tensor that holds the parts of all ranks in order."""
         opts = opts or c10d.AllgatherOptions()
         flats, operations = FlatTensors(self._world_rank), []
         for full, tensor in zip(outputs, inputs, strict=True):
@@ -271,6 +276,7 @@ class TuttiGroup(dist.ProcessGroup):
         return self._submit_message(flats, steps())
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> BackendWork:
+        """Receive from a rank, or from any. The returned work knows the sender once it is complete."""
         (tensor,) = self._check.single(tensors, "recv")
         flats = FlatTensors(self._world_rank)
         (flat,) = flats.outputs(tensor)
@@ -279,6 +285,7 @@ class TuttiGroup(dist.ProcessGroup):
         def steps() -> Operation:
             receiving: Work = self._messages.irecv(flat, src, tag)
             yield receiving
+            # Known only now if any source was allowed; `dist.recv` returns it to the user.
             work.source = receiving.source if src == ANY else src
 
         return self._submit_message(flats, steps(), work)

@@ -112,6 +112,7 @@ class MessageCollectives(Collectives):
                 output.copy_(data)
             return
         outputs[self._rank].copy_(flat)
+        # Long tensors go round the ring in chunks, so that a rank passes on the first while the next still arrives.
         chunks = [split_into_chunks(output, flat.nbytes) for output in outputs]
         yield from pass_blocks_around(chunks, self._transport, self._rank, 0, self._size - 1)
 
@@ -132,6 +133,7 @@ class MessageCollectives(Collectives):
         if parts is None:
             yield self._transport.irecv(output, root)
             return
+        # All sends at once: the root's link is the narrow place, whatever the order.
         sending = [self._transport.isend(parts[rank], rank) for rank in self._others()]
         output.copy_(parts[root])
         yield from sending
@@ -141,6 +143,7 @@ class MessageCollectives(Collectives):
         outputs[self._rank].copy_(inputs[self._rank])
         for distance in range(1, self._size):
             dst, src = (self._rank + distance) % self._size, (self._rank - distance) % self._size
+            # Posted before the send, so that the message of `src` has somewhere to go when it arrives.
             receiving = self._transport.irecv(outputs[src], src)
             yield self._transport.isend(inputs[dst], dst)
             yield receiving

@@ -68,6 +68,7 @@ class RealTimeQueue(OperationQueue):
 
     def __init__(self, messages: Transport, world_rank: int) -> None:
         """Send messages over `messages`, which nothing else uses; `world_rank` is for error messages."""
+        # Inline where the transport can: a message that is ready then needs no other thread.
         self._spawn = (
             messages.spawn_inline if isinstance(messages, SpawnsInline) else partial(messages.spawn, deadline=False)
         )
@@ -140,6 +141,7 @@ class RealTimeQueue(OperationQueue):
     def _run_queue_elsewhere(self) -> None:
         """Let a thread of the pool run the queue, or run it here if there is none."""
         self._pool.copy_num_threads()
+        # The pool is closed: nobody else would complete what is queued.
         if not self._pool.submit(self._run_queue):
             self._run_queue()
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tutti.errors import ConfigError
 
+# Without int16, which Gloo cannot reduce.
 _INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
 _BITS = (*_INTEGERS, torch.bool)
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

@@ -107,6 +107,7 @@ class SharedMemoryCollectives(Collectives):
     def _reduce_part(
         self, name: str, output: Tensor, parts: list[Tensor], operator: ReduceOperator, ranges: list[BlockRange]
     ) -> Operation:
+        """Reduce each rank's part by itself, piece by piece through the buffers; `output` is this rank's part."""
         # A buffer holds a piece of every rank's part: elements from r × `width` on are for rank r.
         rounds, width = self._rounds, self._rounds.buffer_bytes // output.itemsize // self._size
         for start, piece in self._pieces(output, width):
@@ -181,6 +182,7 @@ class SharedMemoryCollectives(Collectives):
 
         An empty tensor gives one empty piece: its ranks synchronise all the same.
         """
+        # The whole buffer of a rank, unless the caller has to keep room for the parts of others.
         width = width or self._rounds.buffer_bytes // flat.itemsize
         if flat.numel() <= width:
             yield 0, flat
@@ -190,6 +192,8 @@ class SharedMemoryCollectives(Collectives):
 
     def _reduce_buffers(self, output: Tensor, offset: int, operator: ReduceOperator, ranges: list[BlockRange]) -> None:
         """Reduce all ranks' buffers into `output`, which begins at element `offset` of them, in Gloo's order."""
+        # A mean is summed here as well; the caller divides the sum. Other operators, and dtypes without a kernel, go
+        # through torch below, an operation per rank.
         kernel = KERNELS.get(output.dtype) if operator.name in ("SUM", "AVG") else None
         if kernel is not None:
             self._sum_buffers(kernel, output, offset, ranges)
@@ -197,6 +201,7 @@ class SharedMemoryCollectives(Collectives):
         buffers = self._rounds.buffers(output.dtype)
         for block, start, stop in ranges:
             first, *others = self._orders[block].tolist()
+            # A copy: the buffer is read by the other ranks until all of them have finished the round.
             result = buffers[first][start:stop].clone()
             for rank in others:
                 operator.apply(buffers[rank][start:stop], result, result)

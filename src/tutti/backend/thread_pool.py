@@ -55,6 +55,7 @@ class ThreadPool:
                 thread.join()
 
     def _add_thread(self) -> bool:
+        """Start one more thread; return False if the system allows no more."""
         made = threading.Thread(target=self._work, name=f"{self._name} {len(self._threads)}", daemon=True)
         try:
             made.start()

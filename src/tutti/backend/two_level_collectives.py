@@ -53,11 +53,13 @@ class TwoLevelCollectives(MessageCollectives):
         return self._aborting(self._barrier())
 
     def _all_reduce(self, flat: Tensor, operator: ReduceOperator) -> Operation:
+        # Short tensors: latency counts, so every rank gets all of them and adds them up itself.
         if self._is_direct(flat):
             inputs = [torch.empty_like(flat) for _ in range(self._size)]
             yield from self._all_gather(inputs, flat)
             reduce_in_gloo_order(flat, inputs, operator, all_ranges(flat, self._size))
             return
+        # Long ones: each rank reduces one block in the ring, and only then the blocks are gathered on two levels.
         yield from gloo_order.ring(flat, self._transport, operator.accumulate, scattered=True)
         blocks = [flat[part] for part in gloo_order.blocks(flat.numel(), flat.itemsize, self._size)]
         yield from self._all_gather(blocks, blocks[self._rank])

@@ -99,6 +99,7 @@ class BackendWork(dist.Work):
 
         Raises its error, or `DeadlineExceeded` after `timeout`; without one, after `timeout_s`.
         """
+        # Virtual time: here nobody else completes the work.
         self.finish()
         seconds = timeout.total_seconds() if timeout > _NO_TIMEOUT else self.timeout_s
         left_s = seconds
@@ -184,6 +185,7 @@ def _fail_future(future: Any, error: Exception) -> None:
     def fail(kept: Exception) -> None:
         raise copy(kept)
 
+    # Called by torch with the value that was set, in every `wait` and `value`. So the error is stored as a value.
     future._set_unwrap_func(fail)
     future.set_result(copy(error))
 
@@ -196,6 +198,7 @@ class CoalescedWork(dist.Work):
         self._works = works
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        # Stops at the first work that fails; the others go on by themselves.
         return all(work.wait(timeout) for work in self._works)
 
     def is_completed(self) -> bool:

@@ -33,6 +33,7 @@ def measure(rounds: int) -> list[dict[str, Any]]:
 
 
 def _measure_size(num_bytes: int, world: World, rounds: int) -> dict[str, Any]:
+    """Time all candidates at one size, interleaved; return the medians and Tutti's speed relative to its peers."""
     candidates = _candidates(num_bytes // 4, world)
     per_round = max(1, min(MAX_PER_ROUND, ROUND_BYTES // num_bytes))
     samples: dict[str, list[float]] = {name: [] for name in candidates}
@@ -52,6 +53,7 @@ def _measure_size(num_bytes: int, world: World, rounds: int) -> dict[str, Any]:
 
 
 def _candidates(numel: int, world: World) -> dict[str, Callable[[], Any]]:
+    """Return the same sum by every library that is here, by name."""
     transport = world.transport
     if not isinstance(transport, SharesMemory) or not isinstance(transport, AllReduces):
         raise ConfigError("bench allreduce needs ranks that share memory: all on one Linux host.")

@@ -50,6 +50,7 @@ def measure(benchmark: BackendBenchmark) -> list[dict[str, Any]]:
             jobs += [(wrapper, model, partial(_stepper, benchmark_model, wrapper)) for wrapper in WRAPPERS]
         for size in benchmark.sizes:
             jobs += [(name, str(size), partial(make, size)) for name, make in OPERATIONS.items()]
+        # One job after the other, with both backends interleaved in each.
         for name, subject, make in jobs:
             supervisor.progress(doing=f"{name} {subject}")
             candidates: Candidates = {backend: make(groups[backend]) for backend in BACKENDS}
@@ -64,10 +65,12 @@ def measure(benchmark: BackendBenchmark) -> list[dict[str, Any]]:
 
 
 def _stepper(benchmark_model: BenchmarkModel, wrapper: str, group: Any) -> Callable[[], None]:
+    """Return a step of a copy of the model, wrapped for a group."""
     return make_step(WRAPPERS[wrapper](copy.deepcopy(benchmark_model.model), group), benchmark_model)[0]
 
 
 def _ddp(model: nn.Module, group: Any) -> nn.Module:
+    """Wrap the model in DDP, with gradients that are views of its buckets, as Tutti's are."""
     return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
 
 
@@ -92,6 +95,7 @@ def layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _all_reduce(size: int, group: Any) -> Callable[[], None]:
+    """Return a function that sums `size` bytes over the group."""
     tensor = torch.zeros(size // 4)
     return lambda: dist.all_reduce(tensor, group=group)
 
@@ -104,12 +108,14 @@ def _all_gather(size: int, group: Any) -> Callable[[], None]:
 
 
 def _reduce_scatter(size: int, group: Any) -> Callable[[], None]:
+    """Return a function that sums and scatters; `size` is that of one rank's part."""
     output, flat = torch.zeros(size // 4), torch.zeros(size // 4 * group.size())
     reduce: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return lambda: reduce(output, flat, group=group)
 
 
 def _broadcast(size: int, group: Any) -> Callable[[], None]:
+    """Return a function that sends `size` bytes from rank 0 to all ranks."""
     tensor = torch.zeros(size // 4)
     return lambda: dist.broadcast(tensor, src=0, group=group)
 
@@ -118,6 +124,7 @@ def _ping_pong(size: int, group: Any) -> Callable[[], None]:
     """Send a message from rank 0 to rank 1 and back; other ranks do nothing."""
     tensor, rank = torch.zeros(size // 4), dist.get_rank(group)
 
+    # One rank sends first and the other receives first; if both sent first, blocking sends could wait for each other.
     def call() -> None:
         if rank == 0:
             dist.send(tensor, 1, group=group)

@@ -68,6 +68,7 @@ def compare(model: str, lab: Lab, steps: int) -> FSDPFidelity:
 
 
 def _simulated(model: str, wrapper: str, steps: int, workers: int, cluster: Cluster) -> tuple[float, str]:
+    """Return the slowest rank's seconds per step in virtual time, and the digest of the parameters."""
     results = simulate(train_steps, model, wrapper, steps, workers=workers, cluster=cluster).results
     return max(seconds for seconds, _ in results), results[0][1]
 
@@ -82,6 +83,7 @@ def _in_lab(model: str, steps: int) -> dict[str, Any]:
     }
 
     def trained(wrapper: str, backend: str) -> tuple[float, str]:
+        # Groups are made one after the other in one store, so each has keys of its own.
         where = {
             "store": dist.PrefixStore(f"{wrapper}/{backend}", store),
             "rank": lab_world.rank,
@@ -104,6 +106,7 @@ def train_steps(
     dist.init_process_group(backend, **(where or {}))
     rank, size = dist.get_rank(), dist.get_world_size()
     made = recipe(model)
+    # The same parameters and samples in the lab and in virtual time, so that the digests can be compared.
     torch.manual_seed(0)
     wrapped = WRAPPERS[wrapper](made.model(), dist.group.WORLD)
     optimizer = made.optimizer(wrapped)
@@ -116,6 +119,7 @@ def train_steps(
         optimizer.step()
         optimizer.zero_grad()
         times.append(world().transport.now())
+    # Collective under FSDP2, so all ranks do it, and before the group is destroyed.
     parameters = b"".join(_full_tensor(p).detach().numpy().tobytes() for p in wrapped.parameters())
     digest = hashlib.sha256(parameters).hexdigest()
     dist.destroy_process_group()

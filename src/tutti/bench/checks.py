@@ -31,6 +31,7 @@ def measure(model: str, rounds: int) -> list[dict[str, Any]]:
     mostly affects both. Half of the rounds begin with checks.
     """
     world, supervisor = init(), SupervisorPipe()
+    # Other samples on every rank: equal batches are a mistake that the checks would report.
     torch.manual_seed(world.rank)
     step, job = tutti_step(make_benchmark_model(model, world.size), world)
     checks = job._replica.checks
@@ -41,6 +42,7 @@ def measure(model: str, rounds: int) -> list[dict[str, Any]]:
     samples: dict[str, list[float]] = {"without": [], "with": []}
     for number in range(rounds):
         supervisor.progress(done=number, total=rounds, model=model)
+        # Without first in even rounds, with first in odd ones, so that neither gains from its place.
         for name in sorted(samples, reverse=bool(number % 2)):
             if name == "with":
                 checks.open()
@@ -52,6 +54,7 @@ def measure(model: str, rounds: int) -> list[dict[str, Any]]:
             samples[name].append(seconds / _STEPS_PER_ROUND)
             checks.close()
     checks.open()
+    # The slowest rank counts, which the others wait for in a real step.
     own_s = max(all_gather_json(_own_seconds(checks, job._replica), world.transport))
     job.finish()
     ratios = [on / off for on, off in zip(samples["with"], samples["without"], strict=True)]
@@ -79,4 +82,5 @@ def _own_seconds(checks: TrainingChecks, replica: HookedReplica) -> float:
         rounds.append((time.thread_time() - start) / _OWN_STEPS)
     for slot in replica.slots:
         slot.arrived = False
+    # The least: whatever else the processor does makes a round longer, never shorter.
     return min(rounds)

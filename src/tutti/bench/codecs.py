@@ -56,6 +56,7 @@ def measure(
 
 
 def _check(device: str, num_bytes: int) -> None:
+    """Refuse devices and sizes that cannot be measured."""
     if device not in CALLS:
         raise ConfigError(f"--device takes {' or '.join(CALLS)}, got '{device}'.")
     if device == "cuda" and not torch.cuda.is_available():
@@ -65,6 +66,7 @@ def _check(device: str, num_bytes: int) -> None:
 
 
 def _measure(device: str, num_rows: int, rounds: int, show: Callable[[str], None]) -> dict[str, Any]:
+    """Time all codecs in turn, round by round; return their rows and the time of a copy."""
     # Normal values, as gradients roughly are: the error and the length of sparse packets depend on the distribution.
     values = torch.randn(num_rows, ROW, generator=torch.Generator().manual_seed(0)).to(device)
     out = torch.empty_like(values)
@@ -109,7 +111,9 @@ class _Trial:
     def row(self, copy_s: float) -> dict[str, Any]:
         """Return the medians of all rounds, for a table and for JSON."""
         seconds = {name: statistics.median(samples) for name, samples in self.samples.items()}
+        # Not the sum of the two medians: they may come from different rounds.
         seconds["both"] = statistics.median(map(sum, zip(*self.samples.values(), strict=True)))
+        # Of the values as float32, which is what would be sent without a codec.
         num_bytes = 4 * self.values.numel()
         return {
             "codec": str(self.codec),
@@ -135,6 +139,7 @@ def _label(codec: Codec) -> str:
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds of one call: on a GPU, the mean of several that are waited for together."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()  # What was submitted before must not count.
     start = time.perf_counter()

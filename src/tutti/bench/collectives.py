@@ -30,11 +30,13 @@ def measure(sizes: list[int], rounds: int) -> dict[str, Any]:
     """Time every algorithm at every size in bytes, on all ranks. Returns the same on every rank."""
     transport, reporter = init().transport, SupervisorPipe()
     choice = measure_collectives(transport)
+    # It is None where there is nothing to choose from: formulas need one all the same.
     link = choice.link or measure_links(transport).link
     links = _links(transport, link)
     rows = []
     for number, num_bytes in enumerate(sizes):
         reporter.progress(done=number, total=len(sizes))
+        # Zeros: other values would overflow, being summed in place again and again.
         candidates = _candidates(torch.zeros(num_bytes // 4), transport, choice)
         seconds = InterleavedTimer(rounds, _ROUND_S, _MOST_REPEATS, _SIZE_S).medians(candidates, transport)
         best = choice.best(num_bytes).name
@@ -55,6 +57,7 @@ def measure(sizes: list[int], rounds: int) -> dict[str, Any]:
 
 
 def _candidates(tensor: torch.Tensor, transport: Transport, choice: CollectiveChoice) -> Candidates:
+    """Return every algorithm as a function to time, and the all-reduces of Gloo and MPI if they are here."""
     # "cheapest" is what `AllReduce("cheapest")` would take for this size, by the measured link.
     collectives = {**ALGORITHMS, "cheapest": choice.best(tensor.nbytes)}
     candidates: Candidates = {
@@ -73,6 +76,7 @@ def _candidates(tensor: torch.Tensor, transport: Transport, choice: CollectiveCh
 
 
 def _run(collective: Collective, tensor: torch.Tensor, transport: Transport) -> None:
+    """Sum once, without the comparison of tensors that calling the collective would add."""
     run(collective.steps(tensor, transport))
 
 
@@ -85,6 +89,7 @@ def _links(transport: Transport, link: Link) -> dict[str, Link]:
 
 
 def _predicted(name: str, num_bytes: int, transport: Transport, link: Link) -> float:
+    """Return the predicted seconds of an algorithm, for the ranks or hosts that it sends between."""
     # Between hosts one rank of each communicates, so the formula counts hosts.
     two_levels = isinstance(transport, HostsTransport) and name in ("hierarchical", "native")
     num_ranks = len(set(transport.hosts)) if two_levels or name == "hierarchical" else transport.size

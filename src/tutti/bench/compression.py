@@ -91,6 +91,7 @@ def measure(model: str, exact: str, codecs: list[str], ddp_hooks: bool, rounds: 
                 "ddp powersgd": _power_sgd(benchmark),
             }
         jobs: dict[str, Job] = {}
+        # `native` is always timed, but only once if it is also the exact strategy that was asked for.
         for text in [*dict.fromkeys(("native", exact)), *codecs]:
             candidates[text], jobs[text] = tutti_step(benchmark, world, text)
         for candidate in candidates.values():
@@ -116,6 +117,7 @@ def measure(model: str, exact: str, codecs: list[str], ddp_hooks: bool, rounds: 
 
 
 def _hooked(benchmark: BenchmarkModel, state: Any, hook: Callable[..., Any], **options: Any) -> Callable[[], None]:
+    """Return a step under DDP with one of torch's communication hooks."""
     model = DistributedDataParallel(copy.deepcopy(benchmark.model), gradient_as_bucket_view=True, **options)
     model.register_comm_hook(state, hook)
     return make_step(model, benchmark)[0]

@@ -76,6 +76,7 @@ class InterleavedTimer:
 
 
 def _nothing() -> None:
+    """Stands in for what a candidate does not need before or after it."""
     return None
 
 

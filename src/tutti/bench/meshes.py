@@ -93,6 +93,7 @@ def profile_parts(model: str, numbers: Iterable[int]) -> tuple[Profile, ModelPar
 
 
 def _profile_parts(model: str, numbers: Iterable[int]) -> tuple[Profile, ModelParts]:
+    """Do the part of `profile_parts` on the one simulated rank."""
     transport = init().transport
     # Virtual time advances by the operators that run, as it will in the simulation that predictions are compared with.
     with operator_clock.counting(transport):
@@ -100,6 +101,7 @@ def _profile_parts(model: str, numbers: Iterable[int]) -> tuple[Profile, ModelPa
 
 
 def _measured(made: Recipe, numbers: Iterable[int], clock: Clock | None = None) -> tuple[Profile, ModelParts]:
+    """Profile a model, and the parts of it that meshes of these numbers of ranks would compute."""
     torch.manual_seed(0)
     model, batch = made.model(), made.example(SAMPLES)
     profile = profile_model(model, batch, loss=made.loss, optimizer=_optimizer(model), clock=clock, repeats=5)
@@ -160,6 +162,7 @@ def _job(made: Recipe, mesh: Mesh) -> tuple[Callable[[], Any], Job]:
 
 
 def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """SGD with momentum, whatever the recipe has: its step costs the same per element on every mesh."""
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
 

@@ -60,6 +60,7 @@ def measure(device: str, rounds: int, compiled: bool, cases: Mapping[str, Case] 
 
 
 def _measure_cases(device: str, rounds: int, compiled: bool, cases: Mapping[str, Case]) -> list[dict[str, Any]]:
+    """Return one row for each model and precision, eager and compiled."""
     rows = []
     for title, case in cases.items():
         for precision in PRECISIONS:
@@ -80,6 +81,7 @@ def _measure_cases(device: str, rounds: int, compiled: bool, cases: Mapping[str,
 
 
 def _measure_case(case: Case, precision: str, use_compile: bool, device: str, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds per step of every round, bare and under Tutti."""
     name, batch_sizes = case
     made = recipe(name)
     model = made.model().to(device)
@@ -99,6 +101,7 @@ def _measure_case(case: Case, precision: str, use_compile: bool, device: str, ro
 def _stepper(
     model: nn.Module | Callable[..., Any], optimizer: torch.optim.Optimizer, work: Any, precision: Callable[[], Any]
 ) -> Callable[[], None]:
+    """Return a training step; only forward is under autocast, as torch advises."""
     (x, y), loss = work
 
     def step() -> None:

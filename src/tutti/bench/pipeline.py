@@ -107,6 +107,7 @@ def _spin(seconds: float) -> None:
 
 
 def _solo(model: nn.Module, batch: tuple[Tensor, Tensor], world: World) -> Callable[[], Any]:
+    """Return a step of the whole model, which rank 0 takes alone."""
     replica = copy.deepcopy(model)
     optimizer = SGD(replica.parameters(), lr=1e-3)
 
@@ -122,6 +123,7 @@ def _solo(model: nn.Module, batch: tuple[Tensor, Tensor], world: World) -> Calla
 def _pipelined(
     model: nn.Module, batch: tuple[Tensor, Tensor], world: World, settings: Pipeline
 ) -> tuple[Callable[[], Any], Job, PipelineStep]:
+    """Return a step of the model in stages, its job and its pipeline. Collective."""
     replica = copy.deepcopy(model)
     optimizer = SGD(replica.parameters(), lr=1e-3)
     job = distribute(replica, optimizer, world=world, mesh=Mesh(pipe=world.size, pipeline=settings), example=batch[0])

@@ -116,6 +116,8 @@ def _launched(
     hosts: int,
     show_activity: Callable[[str], None],
 ) -> list[Any]:
+    """Run a function on every host of a lab with such links, and show what rank 0 reports."""
+
     def show(rank: int, values: dict[str, Any]) -> None:
         if rank == 0 and "doing" in values:
             show_activity(f"{benchmark.model}, {hosts} hosts at {rate}: {values['doing']}")

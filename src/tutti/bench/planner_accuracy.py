@@ -86,6 +86,7 @@ def planner_choices(rows: Sequence[PredictionCheck]) -> list[PlannerChoice]:
 
 
 def _choice(rows: Sequence[PredictionCheck], allowed: Allowed) -> PlannerChoice:
+    """Judge the planner's choice among these strategies by what was measured."""
     exact_predictions, lossy_predictions = (
         [row.prediction for row in rows if row.prediction.exact is wanted] for wanted in (True, False)
     )

@@ -181,6 +181,7 @@ def _contention(benchmark: BenchmarkModel, link: Link, transport: Transport) -> 
 
 
 def _rings(tensor: Tensor, number: int, transport: Transport) -> Operation:
+    """Run so many all-reduces of the same tensor one after the other, as one operation."""
     for _ in range(number):
         yield from ring.steps(tensor, transport)
 
@@ -195,6 +196,7 @@ def _mean_s(call: Callable[[], Any]) -> float:
 
 
 def _profile(benchmark: BenchmarkModel, transport: Transport) -> Profile:
+    """Profile a step of the model on this rank, while all others do the same."""
     optimizer = torch.optim.SGD(benchmark.model.parameters(), lr=0.001)
     _barrier(transport)  # All ranks profile at the same time, on the cores that they share.
     return profile_model(benchmark.model, benchmark.batch, loss=benchmark.loss, optimizer=optimizer)

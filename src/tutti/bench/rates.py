@@ -64,6 +64,7 @@ def target_runs(
 
 
 def _target_run(config: TrainingConfig, workers: int) -> TargetRun:
+    """Train once in virtual time. A run whose loss did not stay finite counts, with NaN as its results."""
     ranks = workers + parse(config.strategy).num_dedicated_servers
     try:
         results = simulate(train, config, workers=ranks, cluster=PRESETS[CLUSTER]).results

@@ -67,6 +67,7 @@ def measure(workers: int, rounds: int, show: Callable[[str], None] = lambda text
 
 
 def _commands(workers: int, folder: Path) -> dict[str, Callable[[], float]]:
+    """Return functions that run a command once and return its seconds, by the title of the command's row."""
     tutti = [sys.executable, "-m", "tutti"]
     run = [*tutti, "run", "--workers", str(workers)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]

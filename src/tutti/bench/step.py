@@ -67,6 +67,7 @@ def measure(models: list[str], rounds: int) -> list[dict[str, Any]]:
 
 
 def _measure_model(name: str, world: World, rounds: int) -> StepTimes:
+    """Time a step of one model by every means that is there: alone, DDP, Tutti, and MPI under mpirun."""
     benchmark = make_benchmark_model(name, world.size)
     num_parameters = sum(p.numel() for p in benchmark.model.parameters())
     steps: dict[str, Callable[[], Any]] = {"solo": solo_step(benchmark), "ddp": ddp_step(benchmark)}

@@ -52,6 +52,7 @@ def _options(
         check_torch()
 
 
+# Without interspersed arguments: options after the script are the script's, and not those of `tutti run`.
 app.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(run.run)
 app.command("train")(train.train)
 app.command("profile")(profile.profile)
@@ -85,6 +86,7 @@ def main() -> None:
         sys.exit(3 if isinstance(error, TargetMissed) else 2)
     except _Stopped as stopped:
         print("; ".join(["stopped", *_notes(stopped)]), file=sys.stderr)
+        # As a shell reports a command that was interrupted: 128 and the number of SIGINT.
         sys.exit(130)
 
 

@@ -17,6 +17,7 @@ app = typer.Typer(
 )
 
 
+# Without interspersed arguments: everything after the command's name is the command's.
 @app.command("run", context_settings={"allow_interspersed_args": False})
 def run(
     command: Annotated[

@@ -60,6 +60,7 @@ def load_model(
 
 
 def _from_recipe(name: str, made: Recipe, batch_size: int | None, input_shape: str | None) -> LoadedModel:
+    """Take model, example batch, loss and optimiser from a recipe."""
     if input_shape is not None:
         raise ConfigError("--input is for factories that return no batch: a recipe has its own inputs.")
     model = made.model()
@@ -107,6 +108,7 @@ def resized(batch: Any, num_samples: int) -> Any:
 
 
 def _shape(text: str) -> list[int]:
+    """Read the shape of one sample, without the batch dimension, such as "3x224x224"."""
     try:
         sizes = [int(part) for part in text.split("x")]
     except ValueError:

@@ -120,11 +120,13 @@ def given_again(context: typer.Context, *more: str) -> str:
     words = context.command_path.split()
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
+        # `--lr` is left out because the advice in which this appears gives another one.
         if source is None or source.name != "COMMANDLINE" or parameter.name in ("name", "json_file", "lr"):
             continue
         value = context.params[parameter.name or ""]
         for each in value if isinstance(value, list | tuple) else [value]:
             words += [parameter.opts[0]] if parameter.param_type_name == "option" else []
+            # A flag has no value: its name says all.
             words += [] if each is True else [str(each)]
     return shlex.join([*words, *more])
 

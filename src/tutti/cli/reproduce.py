@@ -98,6 +98,7 @@ def _importable(root: Path) -> Iterator[None]:
     Workers of `tutti.launch` receive `sys.path` itself; ranks under mpirun only inherit `PYTHONPATH`.
     """
     before = os.environ.get("PYTHONPATH")
+    # In front, so that no installed package of the same name is found first.
     sys.path.insert(0, str(root))
     os.environ["PYTHONPATH"] = str(root) if not before else f"{root}{os.pathsep}{before}"
     try:

@@ -56,6 +56,7 @@ def run(
     if spawn:
         environment["TUTTI_START"] = "spawn"
     if workers is None and lab is None:
+        # Not `os.cpu_count`: a container or `taskset` may allow fewer cores than the machine has.
         workers = len(os.sched_getaffinity(0))
     with open_lab(lab) as hosts:
         try:

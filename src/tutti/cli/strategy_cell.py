@@ -28,4 +28,5 @@ class StrategyCell:
         return Measurement(max(map(len, self._parts()), default=0), len(self.name))
 
     def _parts(self) -> list[str]:
+        # The pattern also matches the empty text at the end, which is dropped.
         return re.findall(r"\+?[^:,+]*[:,]?", self.name)[:-1]

@@ -83,6 +83,7 @@ def train(
     if check:
         _refuse_lossy(strategy)
     check_writable(json_file)
+    # Only now: a request that is refused leaves no folder behind.
     folder = new_folder(name, f"{made.name}-{workers}x")
     console = Console()
     warn_of_rate(config, workers)

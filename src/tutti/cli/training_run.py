@@ -57,6 +57,7 @@ def summarise(config: TrainingConfig, made: Recipe, workers: int, result: Traini
 
 def result_with_accuracy(results: list[TrainingResult | None]) -> TrainingResult:
     """The result of the rank that measured the accuracy. Servers and lost ranks have none."""
+    # Ranks that did not evaluate have NaN as accuracy.
     known = [result for result in results if result is not None and not isnan(result.accuracy)]
     if not known:
         raise TuttiError("all ranks that measured the accuracy were lost, so the run has no result.")
@@ -83,6 +84,7 @@ def check_target(summary: dict[str, Any], made: Recipe, again: Callable[..., str
     rule = parse(summary["strategy"]).learning_rate(summary["workers"])
     option, reason = summary["lr_option"], ""
     if option == "auto" or (option is None and rule.factor == 1):
+        # `again` leaves `--lr` out, and a rate that was asked for has to be asked for again.
         kept = () if option is None else ("--lr", option)
         advice = (
             f"Try half the learning rate: {again('--lr', format(summary['lr'] / 2, '.2g'))}\n"

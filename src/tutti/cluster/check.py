@@ -108,6 +108,7 @@ def _hint(name: str, hosts: int | tuple[Host, ...] | None) -> str:
 
 
 def _slow(value: Any, mistakes: Mistakes) -> dict[int, float]:
+    """Return the slowness of ranks, by rank; factors that are not positive are added to `mistakes`."""
     factors = _by_rank(value, "slow", mistakes)
     for rank, factor in factors.items():
         mistakes.need(is_positive(factor), f"slow: rank {rank}'s factor must be above 0 and finite, got {factor!r}")
@@ -115,6 +116,7 @@ def _slow(value: Any, mistakes: Mistakes) -> dict[int, float]:
 
 
 def _failures(value: Any, mistakes: Mistakes) -> dict[int, float]:
+    """Return the times of death in seconds, by rank, without those that cannot be read."""
     times = {}
     for rank, time in _by_rank(value, "failures", mistakes).items():
         times[rank] = mistakes.attempt(partial(parse_time, time), f"failures: rank {rank}: ")

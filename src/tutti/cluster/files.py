@@ -65,6 +65,7 @@ def read(text: str, source: str) -> Cluster:
 
 def write(cluster: Cluster) -> str:
     """Return the text of a file that is read as this cluster."""
+    # TOML allows plain keys of the file only before its first table: they all come first.
     lines = [f"name = {_text(cluster.name)}"]
     lines += [f"{key} = {getattr(cluster, key)}" for key in ("ranks_per_host", "seed") if getattr(cluster, key)]
     lines += [f"hosts = {cluster.hosts}"] if isinstance(cluster.hosts, int) else []

@@ -94,6 +94,7 @@ def format_size(num_bytes: float) -> str:
 
 def _parse(text: str | float, units: dict[str, float], kind: str, examples: str) -> float:
     """Return a number with a unit as a number of the first unit, or a plain number as it is; 0 or more, and finite."""
+    # A boolean is an int to Python, and surely a mistake here.
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         value = number(text)
     else:

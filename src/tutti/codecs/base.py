@@ -106,6 +106,7 @@ def flat_float32(tensor: Tensor, what: str) -> Tensor:
     """Return the elements of `tensor` as a flat float32 tensor, without a copy if that is possible."""
     if not tensor.is_floating_point():
         raise ConfigError(f"{what} encodes floating-point tensors, got {tensor.dtype}. Convert it first.")
+    # Each of these returns the tensor itself where there is nothing to do.
     return tensor.detach().reshape(-1).to(torch.float32).contiguous()
 
 

@@ -43,6 +43,7 @@ class Cast(Codec):
         values = flat_float32(tensor, "Cast")
         scaled = groups_or_rows(tensor, groups) if self.to == "fp8" else None
         count = len(scaled) if scaled is not None else 0
+        # The number format travels as the header's parameter: a receiver that expects another one refuses the packet.
         header = Header(_KIND, count, values.numel(), _NAMES.index(self.to))
         packet, payload = new_packet(header, self._payload_bytes(values.numel(), scaled), values.device)
         if scaled is None:
@@ -60,6 +61,7 @@ class Cast(Codec):
     ) -> None:
         scaled = groups_or_rows(out, groups) if self.to == "fp8" else None
         count = len(scaled) if scaled is not None else 0
+        # All of it is checked before the first element of `out` is written.
         header, payload = read(packet, _KIND, out.numel())
         expect("number format", header.parameter, _NAMES.index(self.to))
         expect("scale groups", header.count, count)

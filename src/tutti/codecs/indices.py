@@ -76,6 +76,7 @@ def decode_symbols(data: Tensor, count: int, order: int, most: int) -> np.ndarra
 
 def gaps(indices: np.ndarray) -> np.ndarray:
     """Return how many elements lie between each index and the one before it."""
+    # The first gap counts from the start, so that index 0 has the gap 0.
     return np.diff(indices.astype(np.int64), prepend=-1) - 1
 
 

@@ -81,6 +81,7 @@ class LowRank(Codec):
     def encode(
         self, tensor: Tensor, state: State, *, residual: Tensor | None = None, groups: ScaleGroups | None = None
     ) -> tuple[Packet, State]:
+        # A copy: `rounds` overwrites its argument, and the caller's tensor stays as it is.
         values = flat_float32(tensor, "LowRank").clone()
         sent: list[Tensor] = []
         rounds = self.rounds(values, ((0, tuple(tensor.shape)),), state, residual)

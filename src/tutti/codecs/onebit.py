@@ -42,6 +42,7 @@ class OneBit(Codec):
         groups = groups_or_rows(out, groups)
         header, payload = read(packet, _KIND, out.numel())
         count, table = len(groups), groups.table(1, out.device)
+        # All checks before `out` is touched: a wrong packet must not leave half of it overwritten.
         expect("scale groups", header.count, count)
         expect("parameter", header.parameter, 0)
         expect("payload bytes", payload.numel(), 8 * count + table.num_bytes)

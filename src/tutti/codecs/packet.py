@@ -36,6 +36,7 @@ from torch import Tensor
 from tutti.errors import PacketError
 
 VERSION = 1
+# Letters, version, kind, count, elements, bytes, parameter: the table above as a format. 32 bytes without padding.
 HEADER = Struct("<2sBBIQQQ")
 _MAGIC = b"Tt"
 
@@ -75,8 +76,11 @@ def read(packet: Tensor, kind: int, numel: int) -> tuple[Header, Tensor]:
         raise PacketError(f"a packet is one dimension of bytes, got {packet.dtype} {tuple(packet.shape)}")
     if packet.numel() < HEADER.size:
         raise PacketError(f"a packet has {HEADER.size} bytes or more, got {packet.numel()}: it is truncated")
+    # One small copy from a GPU; the payload stays where it is.
     head = packet[: HEADER.size].cpu().numpy().tobytes()
     magic, version, got_kind, count, got_numel, num_bytes, parameter = HEADER.unpack(head)
+    # From the most general mistake to the most special, so that the error names the real cause: bytes that are no
+    # packet would fail every later test as well.
     if magic != _MAGIC:
         raise PacketError(f"not a packet: it begins with {magic!r}, wanted {_MAGIC!r}")
     if version != VERSION:

@@ -78,6 +78,7 @@ def _parse_one(part: str) -> Codec:
     """Parse one codec with its options, by the parameters that its class takes."""
     name, colon, rest = part.partition(":")
     make = CODECS.find(name)
+    # The parameters of a codec are its options: no other list of them is kept.
     takes = list(inspect.signature(make).parameters)
     has = f"it has {', '.join(takes)}" if takes else "it has none"
     arguments: dict[str, float] = {}
@@ -95,6 +96,7 @@ def _parse_one(part: str) -> Codec:
 
 def _number(text: str, part: str) -> float:
     try:
+        # An int where it looks like one: parameters such as `bits` refuse 8.0.
         return int(text) if text.lstrip("-").isdigit() else float(text)
     except ValueError:
         raise ConfigError(f"codec '{part}': '{text}' is not a number. Write it as in topk:0.01,momentum=0.9.") from None

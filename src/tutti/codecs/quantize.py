@@ -68,6 +68,7 @@ class Quantize(Codec):
         groups = groups_or_rows(out, groups).blocks(self.block)
         header, payload = read(packet, _KIND, out.numel())
         count, table = len(groups), groups.table(self.bits, out.device)
+        # All checks before `out` is touched: a wrong packet must not leave half of it overwritten.
         expect("bits", header.parameter, self.bits)
         expect("blocks", header.count, count)
         expect("payload bytes", payload.numel(), 4 * count + table.num_bytes)

@@ -69,6 +69,7 @@ class RandomK(Codec):
         return {**state, "step": state["step"] + 1}
 
     def round_sizes(self, layout: TensorLayout) -> list[int]:
+        # The end of the last tensor is the length of the flat one.
         return [self._count(max((start + math.prod(shape) for start, shape in layout), default=0))]
 
     def packet_bytes(self, numel: int, groups: ScaleGroups | None = None) -> int:

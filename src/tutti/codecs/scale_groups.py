@@ -71,6 +71,7 @@ class ScaleGroups:
         parts = [(start, _row_groups(shape)) for start, shape in layout]
         starts = [start + part.starts for start, part in parts]
         stops = [start + part.stops for start, part in parts]
+        # `concatenate` refuses an empty list, which a layout without tensors gives.
         none = np.empty(0, np.int64)
         return cls(np.concatenate([none, *starts]), np.concatenate([none, *stops]), numel)
 
@@ -89,6 +90,8 @@ class ScaleGroups:
         # Even cuts, each moved up to the next start of a group. `firsts` are the numbers of those groups.
         goals = np.arange(1, num_parts) * self.numel / num_parts
         firsts = [0, *np.searchsorted(self.starts, goals), len(self)]
+        # A goal behind the start of the last group has no group to move up to: its part begins at the end, and is
+        # empty.
         edges = [0, *(int(self.starts[i]) if i < len(self) else self.numel for i in firsts[1:-1]), self.numel]
         return [
             (

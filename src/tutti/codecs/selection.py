@@ -33,6 +33,7 @@ def about_largest(values: Tensor, residual: Tensor | None, density: float, spare
         return 0.0
     # The count of a sample varies by about its square root (Poisson).
     wanted = density * sample.numel()
+    # One more where there is a margin: the root of a very small count is none.
     rank = min(sample.numel(), math.ceil(wanted + spare * math.sqrt(wanted) + (spare > 0)))
     return _least_of_largest(sample, max(1, rank))
 

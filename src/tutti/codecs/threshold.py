@@ -123,11 +123,14 @@ def _mean_magnitude(values: Tensor, residual: Tensor | None) -> float:
 
 def _packet(indices: Tensor, picked: Tensor, finite: Tensor, tau: float, values: Tensor) -> Packet:
     """Return the packet: τ, the values that are not finite with their indices, and a Golomb code of gaps and signs."""
+    # NaN and infinity cannot be sent as a sign of τ. They travel as they are, and are rare, so 8 bytes each do no
+    # harm.
     not_finite = (~finite).nonzero().flatten()
     special_indices, special = indices[not_finite].to(torch.int32), picked[not_finite]
     if len(not_finite):
         indices, picked = indices[finite], picked[finite]
     sent, negative = indices.cpu().numpy(), (picked < 0).cpu().numpy()
+    # Gap and sign in one number, so that one Golomb code covers both.
     symbols = 2 * gaps(sent) + negative
     order = order_for(symbols)
     encoded = torch.from_numpy(encode_symbols(symbols, order))
@@ -135,6 +138,7 @@ def _packet(indices: Tensor, picked: Tensor, finite: Tensor, tau: float, values:
     packet, payload = new_packet(
         Header(_KIND, len(symbols), values.numel(), order), fixed + encoded.numel(), values.device
     )
+    # In the order that `tutti.codecs.packet` gives for kind 4.
     payload[:4].view(torch.float32).fill_(tau)
     payload[4:8].view(torch.int32).fill_(len(special))
     payload[_FIXED : _FIXED + 4 * len(special)].view(torch.int32).copy_(special_indices)

@@ -139,6 +139,8 @@ def unpack(packet: Packet, numel: int) -> tuple[Tensor, Tensor]:
     header, payload = read(packet, _KIND, numel)
     if payload.numel() < 8:
         raise PacketError(f"a packet with {payload.numel()} bytes of payload, wanted 8 or more")
+    # Cloned: a view as int64 needs memory aligned to 8 bytes, which a packet inside a larger message may not be. The
+    # number comes from another rank, so it is checked before anything is cut by it.
     num_bytes = int(payload[:8].cpu().clone().view(torch.int64))
     padded_bytes = -(-num_bytes // 8) * 8
     if num_bytes < 0 or 8 + padded_bytes > payload.numel():

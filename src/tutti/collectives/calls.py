@@ -74,6 +74,7 @@ class CollectiveCalls:
         plain = transport.inner if isinstance(transport, SharesMemory) else transport
         self._channel = plain.channel("calls")
         self._transport = transport
+        # All ranks together are the transport itself. Others are opened when a call finds that ranks are lost.
         self._groups: dict[tuple[int, ...], Transport] = {tuple(range(transport.size)): transport}
         self._rank = transport.rank
         self._alive = set(range(transport.size))
@@ -198,6 +199,8 @@ class CollectiveCalls:
                 if kind == _Kind.HERE:
                     call.root_is_here = True
                     continue
+                # Ranks other than the root keep it too: if the root is lost, the next one may have to give it to a
+                # rank that missed it.
                 self._last_answer = _message(kind, number, data)
                 content = from_bytes(data)
                 if kind == _Kind.ANSWER:
@@ -244,6 +247,7 @@ def _request(name: str, value: Any) -> Tensor:
 
 def _values(name: str, requests: dict[int, Any], world_ranks: Sequence[int]) -> dict[int, Any]:
     """Return the values of all requests by rank. Raises if the ranks made different calls, or one made a mistake."""
+    # In the order of ranks, since requests come in any order, and errors and sums must not depend on that.
     requests = dict(sorted(requests.items()))
     if others := [f"rank {world_ranks[rank]} called {got[0]}" for rank, got in requests.items() if got[0] != name]:
         leader = world_ranks[min(requests)]
@@ -258,6 +262,7 @@ def _name(error: TuttiError) -> str:
     return next(name for name, kind in _ERRORS.items() if isinstance(error, kind))
 
 
+# Kind, number of the call and length of the data, as int64.
 _HEADER_BYTES = 3 * 8
 
 
@@ -280,6 +285,7 @@ def _receiving(channel: Transport, peer: int) -> Any:
     header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device="cpu")
     yield channel.irecv(header, peer)
     kind, number, length = header.view(torch.int64).tolist()
+    # The header gives the length: only the sender knows how long its JSON text and tensors are.
     data = torch.empty(length, dtype=torch.uint8, device="cpu")
     if length:
         yield channel.irecv(data, peer)

@@ -92,6 +92,7 @@ def ring(flat: Tensor, transport: Transport, combine: Combine, scattered: bool =
     """
     size = transport.size
     cut = blocks(flat.numel(), flat.itemsize, size)
+    # By the first block's length, the longest, so that all ranks agree on the number of chunks.
     chunks = [split_into_chunks(flat[part], flat[cut[0]].nbytes) for part in cut]
     # Gloo's blocks travel to lower ranks; with negated numbers that is to the right, as `pass_blocks_around` sends.
     downwards = RenumberedTransport(transport, [-rank % size for rank in range(size)])

@@ -44,6 +44,7 @@ def _broadcast(value: Any, transport: Transport) -> Any:
 
 
 def _send(value: Any, transport: Transport, dst: int) -> None:
+    """Send the length of a value, then its bytes. Returns when both have left."""
     data = _encode(value)
     transport.isend(torch.tensor([data.numel()], device="cpu"), dst).wait()
     transport.isend(data, dst).wait()

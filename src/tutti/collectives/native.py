@@ -22,6 +22,7 @@ def native(tensor: Tensor, transport: Transport) -> Operation:
     elif (all_reduce := native_all_reduce(transport, tensor.device.type)) is not None:
         yield all_reduce(tensor)
     else:
+        # For the typical link, as nothing was measured here. All ranks choose alike, from the same numbers.
         yield from cheapest(transport.size, tensor.nbytes)(tensor, transport)
 
 

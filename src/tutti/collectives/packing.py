@@ -18,6 +18,8 @@ def pack(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, dict):
         return {"items": [[pack(k, tensors), pack(v, tensors)] for k, v in value.items()]}
     if isinstance(value, list | tuple):
+        # The type's name is kept beside the items, because JSON has one kind of list: `unpack` would make lists of
+        # tuples.
         return {type(value).__name__: [pack(item, tensors) for item in value]}
     if value is None or isinstance(value, bool | int | float | str):
         return value

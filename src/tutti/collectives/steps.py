@@ -89,6 +89,7 @@ class PowerOfTwoFold:
 
     def fold(self, flat: Tensor, transport: Transport) -> Operation:
         """Send the data to the inner partner, or add the outer partner's."""
+        # An outer rank then sits out the algorithm itself, and waits in `unfold`.
         if self.outer:
             assert self.partner is not None
             yield transport.isend(flat, self.partner)

@@ -33,6 +33,7 @@ def _with_larger_batch(layer: LayerProfile, factor: float) -> LayerProfile:
 
 def _stretched(profile: Profile, factor: float) -> Profile:
     """Return the profile with forward and backward `factor` times as long."""
+    # Times inside of backward stretch with it, so that gradients keep their places relative to its end.
     gradients = tuple(replace(gradient, ready_s=gradient.ready_s * factor) for gradient in profile.gradients)
     layers = tuple(
         replace(

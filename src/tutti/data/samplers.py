@@ -68,6 +68,7 @@ def undivided(loader: DataLoader[Any], seed: int, world: World) -> AllRanksSampl
 
 
 def _refuse_divided(sampler: Any, num_samples: int, world: World, is_of_samples: bool) -> None:
+    """Raise `ConfigError` for a sampler that gives each rank another part of the data."""
     if getattr(sampler, "same_on_every_rank", False):
         return
     found = ""

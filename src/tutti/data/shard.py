@@ -69,6 +69,7 @@ def divide_batches(batches: Sequence[Batch], num_ranks: int) -> list[list[Batch]
 
 
 def _split(pool: Batch, num_parts: int) -> list[Batch]:
+    """Cut a pool of samples into parts whose lengths differ by one at most."""
     size, extra = divmod(len(pool), num_parts)
     starts = [part * size + min(part, extra) for part in range(num_parts + 1)]  # The first `extra` parts have one more.
     return [pool[start:stop] for start, stop in pairwise(starts)]
@@ -168,6 +169,7 @@ class ShardedLoader:
         return _rebuilt(loader, sampler=sampler, batch_size=batches.batch_size, drop_last=batches.drop_last)
 
     def _divide(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Return this rank's share of the batches of an epoch."""
         if getattr(self._source.batch_sampler, "drop_last", False):
             # All batches stay of one size: none is joined or split.
             batches = batches[: len(batches) // self._world.size * self._world.size]
@@ -195,7 +197,8 @@ class ShardedLoader:
             return list(self._source.batch_sampler)
         # A sampler of the user's own may use any generator: rank 0's batches hold for all.
         batches = [list(map(int, batch)) for batch in self._source.batch_sampler] if self._world.rank == 0 else None
-        return broadcast_json(batches, self._world.transport)
+        with self._world.waiting():
+            return broadcast_json(batches, self._world.transport)
 
     def _batched(self, order: Batch) -> Sequence[Batch]:
         assert self._source.batch_size is not None
@@ -217,6 +220,7 @@ def _is_plain(loader: DataLoader[Any], kind: type) -> bool:
 
 def _rebuilt(loader: DataLoader[Any], **batching: Any) -> DataLoader[Any]:
     """Return a copy of the loader with other batches."""
+    # Everything of the user's loader but its sampler and batch size, which `batching` replaces.
     return DataLoader(
         loader.dataset,
         **batching,
@@ -234,6 +238,7 @@ def _rebuilt(loader: DataLoader[Any], **batching: Any) -> DataLoader[Any]:
 
 
 def _counted(items: Iterator[Any], sizes: Iterator[int], sample_counts: SampleCounts) -> Iterator[Any]:
+    """Yield the items, and record the size of each batch when it is used."""
     for item, size in zip(items, sizes, strict=True):
         # Just before the batch is used: the loader's prefetching must not count batches ahead of time.
         sample_counts.record_batch(size)

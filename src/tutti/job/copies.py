@@ -41,6 +41,7 @@ def describe(tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
 
 
 def _checksum(tensor: Tensor) -> str | None:
+    """Return a digest of the values of a tensor, by which ranks compare them without sending them."""
     if tensor.is_meta:
         return None  # In a dry run there are no values, and the mean is to be timed.
     return hashlib.sha256(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
@@ -57,6 +58,8 @@ def different_tensors(by_rank: dict[int, Any]) -> dict[str, Any]:
                 f"job.average: the copies differ between ranks: rank {first} has {has[0]}, rank {rank} has {has[1]}."
             )
     columns = zip(*by_rank.values(), strict=True)
+    # Meta tensors have no checksum, so that the set is empty: they count as different, and a dry run times their
+    # mean.
     names = [column[0]["name"] for column in columns if len({each["checksum"] for each in column} - {None}) != 1]
     return {"names": names, "ranks": sorted(by_rank)}
 
@@ -70,6 +73,7 @@ def average(tensors: Iterable[Tensor], transport: Transport) -> None:
     """Replace tensors by their mean over the ranks of `transport`, the same bits on all. Collective."""
     for group in groups(tensors):
         flat = torch.cat([tensor.reshape(-1) for tensor in group])
+        # Summed in float32: in 16 bits a sum over many ranks would lose digits.
         flat = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
         # On the host, whatever the device: ranks that share a GPU, or have none in common, are served alike.
         flat = flat if flat.is_meta else flat.cpu()

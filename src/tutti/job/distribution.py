@@ -68,20 +68,24 @@ def distribute(
     mistakes += strategy.mistakes(optimizer, world.size if mesh is None else mesh.data)
     if mesh is not None:
         mistakes += mesh_mistakes(model, optimizer, mesh, strategy, world.size, example)
-    check_alike(model, optimizer, f"{strategy!r}{'' if mesh is None else f' on {mesh}'}", mistakes, world.transport)
-    # Before a mesh splits the model: until then all ranks have the same tensors.
-    take_from_rank_0(model, optimizer, world.transport)
-    previous_world, model_on_mesh = world, None
-    if mesh is not None:
-        model_on_mesh = ModelOnMesh(model, optimizer, mesh, world.transport, example)
-        world = _along_data(world, model_on_mesh)
-    try:
-        return _start(model, optimizer, strategy, world, previous_world, model_on_mesh)
-    except BaseException:  # Whatever it is: the transports of the mesh must be closed.
-        if model_on_mesh is not None:
-            model_on_mesh.abandon()
-            restore_world(world, previous_world)
-        raise
+    # Another model may be distributed already, and ranks that train it may wait for this one.
+    with world.waiting():
+        # Collective: ranks compare models, optimisers and strategies, and all of them raise if one has a mistake.
+        check_alike(model, optimizer, f"{strategy!r}{'' if mesh is None else f' on {mesh}'}", mistakes, world.transport)
+        # Before a mesh splits the model: until then all ranks have the same tensors.
+        take_from_rank_0(model, optimizer, world.transport)
+        # From here on `world` is that of the ranks that have the same part of the model.
+        previous_world, model_on_mesh = world, None
+        if mesh is not None:
+            model_on_mesh = ModelOnMesh(model, optimizer, mesh, world.transport, example)
+            world = _along_data(world, model_on_mesh)
+        try:
+            return _start(model, optimizer, strategy, world, previous_world, model_on_mesh)
+        except BaseException:  # Whatever it is: the transports of the mesh must be closed.
+            if model_on_mesh is not None:
+                model_on_mesh.abandon()
+                restore_world(world, previous_world)
+            raise
 
 
 def _start(
@@ -100,11 +104,14 @@ def _start(
         model if model_on_mesh is None else model_on_mesh.local_module, optimizer, world.sample_counts
     )
     world.usage.num_jobs += 1
+    # The device decides: tensors on a GPU cannot lie in shared memory.
     transport = for_devices(world.transport, replica.device_types)
     channel = transport.channel("job")
+    # Dedicated servers are the last ranks, so that workers have the ranks 0 to N - 1.
     if world.rank >= world.size - strategy.num_dedicated_servers:
         strategy.serve(replica, channel)  # Returns when all workers have finished.
         channel.close()
+        # The script has nothing to do here: it ends as if it had come to its end, which launchers take for success.
         raise SystemExit(0)
     trains = _without_servers(world, strategy.num_dedicated_servers)
     # On a mesh `ModelOnMesh` counts operators instead: ranks compute different parts of the model.
@@ -114,11 +121,13 @@ def _start(
         compute_clock.listen(model, optimizer)
         replica.compute_clock = compute_clock
     exchange = strategy.attach(replica, channel)
+    # A single worker has nobody to differ from, and meta tensors have no values to compare.
     if trains.size > 1 and not any(p.is_meta for p in model.parameters()):
         checks = TrainingChecks(replica, exchange, strategy, trains)
         if any(isinstance(module, Branches) for module in model.modules()):
             checks.allow(any_loss=True, same_batches=True)  # The ranks of a group of branches are one worker.
     job = Job(replica, exchange, strategy, trains, previous_world, model_on_mesh)
+    # A second `distribute` finds it there, and refuses.
     setattr(model, JOB_ATTRIBUTE, job)
     world.sample_counts.distributed.add(model)
     for module in model.modules():
@@ -194,6 +203,7 @@ def _mistakes(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> lis
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         mistakes.append("the model has no trainable parameter: nothing to distribute.")
+    # By identity, because `==` on tensors compares values.
     in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if missing := [name for name, p in trained.items() if id(p) not in in_optimizer]:
         mistakes.append(

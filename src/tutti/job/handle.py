@@ -12,13 +12,16 @@ from tutti.job.checks import LossKind, expect
 from tutti.job.not_copied import NotCopied
 from tutti.job.progress import JobProgress
 from tutti.job.state import job_state, load_job_state
-from tutti.job.values import JOB_ATTRIBUTE, CollectiveValues
+from tutti.job.values import CollectiveValues
 from tutti.parallel.model_on_mesh import ModelOnMesh
 from tutti.parallel.pipeline.step import Loss, PipelineStep
 from tutti.replica import HookedReplica
 from tutti.replica.hooks import explained
 from tutti.strategies import Exchange, Strategy
 from tutti.world import World, current_world, set_world
+
+JOB_ATTRIBUTE = "_tutti_job"
+"""The attribute of a distributed model that holds its job."""
 
 
 class Job(CollectiveValues, JobProgress, NotCopied):
@@ -45,6 +48,7 @@ class Job(CollectiveValues, JobProgress, NotCopied):
         self._exchange = exchange
         self._started_s = exchange.transport.now()
         self._finished = self._was_leader = False
+        world.usage.exchanges.append(exchange)
         self._previous_world = previous_world
         """The world that `tutti.world()` returned before `distribute`; restored at the end."""
         _ = world.calls  # Opened by all ranks here, where they are together.
@@ -75,6 +79,7 @@ class Job(CollectiveValues, JobProgress, NotCopied):
         """Stop every rank, in this step's backward, if `loss` is not finite on this one."""
         # An error here alone would leave the others waiting, so it travels with this step's exchange.
         if not loss.is_meta and not torch.isfinite(loss.detach()).all():
+            # Alone there is no exchange that could carry it.
             if self._exchange.transport.size == 1:
                 rank = self._exchange.transport.world_rank
                 raise NonFiniteLoss(rank, [rank], self._replica.steps)
@@ -107,8 +112,9 @@ class Job(CollectiveValues, JobProgress, NotCopied):
         are not. The optimiser's state is there as well, where parameter servers have it or a mesh has split it; to
         evaluate, `optimizer=False` saves that transfer. Afterwards the rank's own values are restored.
         """
+        # A second one would take the consensus for this rank's own values, and restore those at its end.
         _refuse_in_consensus(self._replica, "a second job.consensus()")
-        with self._others_waiting():
+        with self.world.waiting(self._exchange):
             self._exchange.consensus(optimizer)
         self._replica.in_consensus = True
         local: list[tuple[Tensor, Tensor]] = []
@@ -144,7 +150,8 @@ class Job(CollectiveValues, JobProgress, NotCopied):
 
         It is alike on every rank. Collective: every rank calls it, and one may save it for all.
         """
-        return job_state(self.strategy, self._replica, self._exchange, self._model_on_mesh)
+        with self.world.waiting(self._exchange):
+            return job_state(self.strategy, self._replica, self._exchange, self._model_on_mesh)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state that `state_dict` returned; every rank loads it, before its first step. Collective.
@@ -152,7 +159,8 @@ class Job(CollectiveValues, JobProgress, NotCopied):
         It may be of another strategy: what this one has no use for is dropped, and a warning says what that means.
         Raises `ConfigError` for the state of another model, or of one that was split otherwise.
         """
-        load_job_state(state, self.strategy, self._replica, self._exchange, self._model_on_mesh)
+        with self.world.waiting(self._exchange):
+            load_job_state(state, self.strategy, self._replica, self._exchange, self._model_on_mesh)
 
     def finish(self) -> None:
         """Complete exchanges, leave the agreed parameters in the model, and release it. Collective. Idempotent."""
@@ -161,22 +169,26 @@ class Job(CollectiveValues, JobProgress, NotCopied):
             self._was_leader = self.is_leader  # Asked while peers are still known.
             self._finished = True
             try:
-                try:
-                    with self._others_waiting():
-                        self._exchange.finish()
-                except RankLost as error:
-                    raise explained(error, self._replica) from None
-                if self._replica.checks is not None:
-                    self._replica.checks.finished()
+                with self.world.waiting(self._exchange):
+                    self._finish_exchange()
                 if self._model_on_mesh is not None:
                     self._model_on_mesh.close()
                 self.world.tolerate_loss(False)  # From here on a crash of this process is a failure again.
             finally:
                 self._release()
 
+    def _finish_exchange(self) -> None:
+        try:
+            self._exchange.finish()
+        except RankLost as error:
+            raise explained(error, self._replica) from None
+        if self._replica.checks is not None:
+            self._replica.checks.finished()
+
     def _release(self) -> None:
         """Detach the model and close the job's transport. Not collective: it also ends a job that failed."""
         self._finished = True
+        self.world.usage.exchanges.remove(self._exchange)
         # In this order: background work stops, then gradients are copied out of shared memory, then it is unmapped.
         self._exchange.close()
         self._replica.detach()
@@ -202,6 +214,7 @@ class Job(CollectiveValues, JobProgress, NotCopied):
 
 
 def _refuse_in_consensus(replica: HookedReplica, what: str) -> None:
+    """Raise `ConfigError` for a call that cannot be made while the model holds what all ranks agree on."""
     if replica.in_consensus:
         raise ConfigError(f"{what} inside job.consensus(): end that first.")
 

@@ -27,6 +27,8 @@ class JobProgress:
             exchanges=total.count,
             bytes_sent=total.num_bytes,
             seconds=self._exchange.transport.now() - self._started_s,
+            # Strategies with servers record exchanges without duration, and their waits as pulls; others wait in
+            # exchanges.
             waiting_s=total.seconds + totals[PULL].seconds,
             strategy=self._exchange.metrics(),
         )

@@ -39,6 +39,7 @@ def job_state(
     strategy: Strategy, replica: Replica, exchange: Exchange, model_on_mesh: ModelOnMesh | None
 ) -> dict[str, Any]:
     """Return the state of a job, for `Job.state_dict`. Collective."""
+    # On all ranks, although often one rank saves: a strategy may have to gather its state.
     local = exchange.state_dict()
     return {
         "strategy": str(strategy),
@@ -64,14 +65,18 @@ def load_job_state(
         raise ConfigError(
             f"this is no state of a job: it has no {', '.join(sorted(missing))}. Give what job.state_dict() returned."
         )
+    # A rank of a mesh has parts of parameters, whose shapes say nothing: `_parts` compares the splits instead.
     if state["parameters"] and model_on_mesh is None:
         _refuse_another_model(state["parameters"], _shapes(replica))
+    # After this nothing is refused any more: a state of another model has changed nothing.
     parts = _parts(state["exchange"], model_on_mesh)
     replica.steps = state["steps"]
     dropped = exchange.load_state_dict(parts) if parts else set()
+    # It was saved by parameter servers. Here the user's own optimiser steps, and takes it over.
     if "optimizer" in dropped:
         _load_optimizer(parts["optimizer"], replica)
     if exchange.transport.rank == 0:
+        # "chosen" is the choice of `Auto`, which a strategy that was named does without.
         for name in sorted(dropped - {"optimizer", "chosen"}):
             meaning = _DROPPED.get(name, f"its '{name}' is dropped")
             _log.warning(
@@ -80,10 +85,12 @@ def load_job_state(
 
 
 def _shapes(replica: Replica) -> dict[str, list[int]]:
+    """Return the shape of every trained parameter, in the order of names."""
     return {slot.name: list(slot.tensor.shape) for slot in sorted(replica.slots, key=lambda slot: slot.name)}
 
 
 def _refuse_another_model(saved: dict[str, list[int]], present: dict[str, list[int]]) -> None:
+    """Raise `ConfigError` if parameters differ in name or shape, with the first difference."""
     for name in sorted(saved.keys() | present.keys()):
         if saved.get(name) != present.get(name):
             then, now = (

@@ -1,7 +1,5 @@
 """`CollectiveValues`: the part of a job that combines values of all ranks, such as metrics."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from math import isnan
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
@@ -13,9 +11,6 @@ from tutti.errors import ConfigError, ReplicaMismatch
 from tutti.job.copies import average, averaged_tensors, copy_mistake, describe, different_tensors
 from tutti.strategies import Exchange
 from tutti.world import World
-
-JOB_ATTRIBUTE = "_tutti_job"
-"""The attribute of a distributed model that holds its job."""
 
 ReduceOp = Literal["mean", "sum", "max"]
 
@@ -42,6 +37,7 @@ class CollectiveValues:
         """
         mistake = "" if op in get_args(ReduceOp) else f"op must be one of {', '.join(get_args(ReduceOp))}, got {op!r}."
         mistake = mistake or _mistake(value, op)
+        # A mistake is sent in place of the value: raised here alone, it would leave the other ranks waiting.
         sent = ConfigError(mistake) if mistake else {"op": op, "value": _plain(value)}
         answer = self._call("job.reduce", sent, _reduced)
         return _like(value, answer)
@@ -76,18 +72,9 @@ class CollectiveValues:
         average(changed, self.world.calls.among(found["ranks"]))
         return local
 
-    @contextmanager
-    def _others_waiting(self) -> Iterator[None]:
-        """Let peers go on with other models of this process while this rank waits for them in a call of this one."""
-        with ExitStack() as stack:
-            for model in list(self.world.sample_counts.distributed):
-                job = getattr(model, JOB_ATTRIBUTE, None)
-                if job is not None and job is not self:
-                    stack.enter_context(job._exchange.waiting())
-            yield
-
     def _call(self, name: str, value: Any, combine: Any) -> Any:
-        with self._exchange.waiting(), self._others_waiting():
+        # Ranks that still train must not wait for this one's part in a step while it waits here.
+        with self.world.waiting():
             return self.world.calls.call(name, value, combine, elastic=self._exchange.tolerates_loss)
 
 
@@ -95,6 +82,7 @@ def _mistake(value: Any, op: str, at: str = "") -> str:
     """Return what is wrong with a value that is to be reduced; nothing if it can be."""
     where = f"'{at}' is" if at else "got"
     if isinstance(value, dict):
+        # The path through nested dicts, such as 'train.loss', so that the message names the very item.
         found = [_mistake(item, op, f"{at}.{key}" if at else str(key)) for key, item in value.items()]
         return next((mistake for mistake in found if mistake), "")
     if isinstance(value, Tensor):
@@ -149,12 +137,14 @@ def _difference(ours: Any, theirs: Any, at: str = "") -> tuple[str, str] | None:
 
 
 def _kind(value: Any) -> str:
+    """Describe the kind of a value: ranks must agree on it, and not on the value."""
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     return "a dict" if isinstance(value, dict) else "a number"
 
 
 def _combine(values: list[Any], op: str) -> Any:
+    """Return the reduction of values of one kind; dicts key by key."""
     first = values[0]
     if isinstance(first, dict):
         return {key: _combine([value[key] for value in values], op) for key in first}

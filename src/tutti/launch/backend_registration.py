@@ -40,6 +40,7 @@ class _Finder:  # Not of importlib.abc, whose import takes longer than the rest 
     ) -> ModuleSpec | None:
         if fullname != _TABLE:
             return None
+        # First: with this import its task is done, however the import ends.
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.loader is None:
@@ -55,6 +56,8 @@ class _Finder:  # Not of importlib.abc, whose import takes longer than the rest 
 
 
 def _register(table: ModuleType) -> None:
+    """Add the backend to torch's table. Groups that it makes are closed before Python ends."""
+    # Weak, because this set lives as long as the process: groups that the user destroys are to be freed.
     groups: WeakSet[TuttiGroup] = WeakSet()
 
     def create(options: Any, _: Any) -> "TuttiGroup":

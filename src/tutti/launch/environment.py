@@ -92,6 +92,7 @@ def _torchrun(environment: Mapping[str, str]) -> RankEnvironment | None:
 
 
 def _open_mpi(environment: Mapping[str, str]) -> RankEnvironment | None:
+    """Read the variables of Open MPI's mpirun."""
     if "OMPI_COMM_WORLD_RANK" not in environment:
         return None
     rank, size = _number(environment, "OMPI_COMM_WORLD_RANK"), _number(environment, "OMPI_COMM_WORLD_SIZE")
@@ -100,6 +101,7 @@ def _open_mpi(environment: Mapping[str, str]) -> RankEnvironment | None:
 
 
 def _mpich(environment: Mapping[str, str]) -> RankEnvironment | None:
+    """Read the variables of the PMI, which MPICH, Intel MPI and others set."""
     if "PMI_RANK" not in environment or "PMI_SIZE" not in environment:
         return None
     rank, size = _number(environment, "PMI_RANK"), _number(environment, "PMI_SIZE")
@@ -108,6 +110,7 @@ def _mpich(environment: Mapping[str, str]) -> RankEnvironment | None:
 
 
 def _slurm(environment: Mapping[str, str]) -> RankEnvironment | None:
+    """Read the variables of a Slurm step, as srun sets them for every task."""
     # A batch script has SLURM_PROCID too; only what srun started has a numbered step.
     if "SLURM_PROCID" not in environment or not environment.get("SLURM_STEP_ID", "").isdigit():
         return None
@@ -156,6 +159,7 @@ def _checked(
         port = _number(environment, "MASTER_PORT")
         if not 0 < port < 65_536:
             raise EnvironmentConflict(f"MASTER_PORT must be from 1 to 65535, got {port}.")
+    # Address and port come as a pair: an address without a port is not used. A single rank meets no one.
     elif fallback is not None and size > 1:
         address, port = fallback()
     return RankEnvironment(launcher, rank, size, local_rank, address or LOOPBACK, port)
@@ -194,6 +198,7 @@ def _rendezvous_through_mpi() -> tuple[str | None, int | None]:
     here = everyone.Split_type(MPI.COMM_TYPE_SHARED)
     one_host = here.size == everyone.size
     here.Free()
+    # Address and port as text, padded with zeros: all ranks must know the length of a broadcast.
     message = np.zeros(256, dtype=np.uint8)
     if everyone.rank == 0:
         # The kernel chooses a free port. It is closed again, and could be taken before rank 0 listens on it: rare, and

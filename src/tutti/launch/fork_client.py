@@ -62,6 +62,7 @@ SET_AFTER_FORK = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 ANSWER_TIMEOUT_S = 120.0
 """How long a server may take to answer a request. The first answer has to wait for all its imports."""
 
+# Each of them keeps torch and its libraries in memory.
 _MAX_SERVERS = 2
 _CLOSE_S = 5.0
 
@@ -94,6 +95,7 @@ class ForkedProcess:
         """Wait until it has ended; `subprocess.TimeoutExpired` if it has not within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while self.poll() is None:
+            # Looked at after the poll, so that an end in the last moment still counts.
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout)
@@ -179,6 +181,7 @@ class ForkChannel:
                 self._processes[message["ended"]].returncode = message["status"]
                 continue
             if "pid" in message:
+                # Known from here on: the next message may report its end.
                 self._processes[message["pid"]] = ForkedProcess(message["pid"], self)
             self._answer = message
 

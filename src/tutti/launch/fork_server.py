@@ -160,6 +160,7 @@ class _Server:
             self._drop(client)
             return None
         try:
+            # A refusal ends nothing: the client starts this worker and all later ones without forking.
             if (reason := self._why_not_fork()) is not None:
                 self._send(client, refused=reason)
                 return None

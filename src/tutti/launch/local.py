@@ -74,6 +74,7 @@ def run_command(argv: Sequence[str], lab: Lab) -> None:
 
 
 def _placement(workers: int | None, lab: Lab | None) -> ProcessPlacement:
+    """Return where workers run: on this machine, two by default, or on the hosts of a lab, which has its own number."""
     if lab is None:
         return here(2 if workers is None else workers)
     places = lab.placement.num_workers
@@ -86,6 +87,7 @@ def _placement(workers: int | None, lab: Lab | None) -> ProcessPlacement:
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Return function and arguments as bytes, with what a child needs first to import the caller's main module."""
     try:
         payload = pickle.dumps((function, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

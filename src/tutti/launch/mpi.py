@@ -52,6 +52,7 @@ def prepare(kind: str) -> None:
             f"transport '{kind}' needs {_COMPONENTS}=^han, or Open MPI's component han may reduce instead, but it is "
             f"'{os.environ[_COMPONENTS]}'. Unset it, or use transport 'mpi'."
         )
+    # Importing it has started MPI, which has read its settings for good.
     if "mpi4py.MPI" in sys.modules:
         options = " ".join(f"--mca {name.removeprefix('OMPI_MCA_')} {value}" for name, value in settings.items())
         raise ConfigError(
@@ -98,6 +99,7 @@ def connect(membership: Membership) -> "MpiTransport":
 
 def _abort_on_failure(transport: "MpiTransport") -> None:
     """Abort all ranks when this one's script fails: MPI's own exit waits for them, and they may wait for this one."""
+    # The hook of before still prints the error, and then all ranks are ended.
     before = sys.excepthook
 
     def failed(*error: Any) -> None:
@@ -115,6 +117,7 @@ def _abort_on_failure(transport: "MpiTransport") -> None:
 
 
 def _abort() -> None:
+    """End all processes of the MPI job. Output that is still buffered would be lost with this one."""
     from mpi4py import MPI
 
     sys.stdout.flush()

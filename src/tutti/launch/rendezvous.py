@@ -52,6 +52,7 @@ from tutti.world import World, current_world, set_world
 _world_numbers = count()
 """Numbers of the worlds that this process opens one after the other."""
 
+# From linux/sockios.h: asks for the address of an interface.
 _SIOCGIFADDR = 0x8915
 
 _ELSEWHERE = "192.0.2.1"
@@ -91,6 +92,7 @@ def _join(timeout: Duration | None, transport: str | None) -> World:
         mpi.prepare(kind)  # Before `read_environment`, which may start MPI.
     elif kind not in TRANSPORTS:
         raise ConfigError(f"transport '{kind}' is not one of {', '.join(TRANSPORTS)}.")
+    # 1. Who this process is, by the variables of its launcher.
     environment = read_environment()
     if mpi.is_mpi(kind):
         mpi.check(environment, kind)
@@ -99,6 +101,7 @@ def _join(timeout: Duration | None, transport: str | None) -> World:
     else:
         # All ranks open worlds in the same order, so the n-th world has the same keys on all of them.
         store = PrefixStore(f"tutti/{environment.attempt}/{next(_world_numbers)}", _open_store(environment, limit))
+        # 2. Who the others are.
         membership = wait_for_ranks(environment, store, limit)
         if mpi.is_mpi(kind):
             joined: Transport = mpi.connect(membership)
@@ -163,6 +166,7 @@ def wait_for_ranks(environment: RankEnvironment, store: Store, timeout: timedelt
 
 
 def _missing_ranks(environment: RankEnvironment, missing: list[int], timeout: timedelta) -> DeadlineExceeded:
+    """Return the error that names the ranks that have not come."""
     size = environment.size
     return DeadlineExceeded(
         f"rank {environment.rank}: after {timeout.total_seconds():g} s {size - len(missing)} of {size} ranks are "
@@ -220,7 +224,7 @@ def _open_store(environment: RankEnvironment, timeout: timedelta) -> Store:
         )
     except DistError as error:
         raise RankLost(
-            f"rank {environment.rank}: nobody answers at {environment.store} ({str(error).splitlines()[0]}). "
+            f"rank {environment.rank}: nobody answers at {environment.store} ({str(error).partition(chr(10))[0]}). "
             "Rank 0 was not started, MASTER_ADDR or MASTER_PORT is wrong, or a firewall is between."
         ) from error
 
@@ -239,6 +243,7 @@ def _listener(address: str, port: int) -> int:
         raise EnvironmentConflict(
             f"rank 0: cannot listen on port {port} ({error.strerror}). Choose another MASTER_PORT."
         ) from error
+    # All ranks of a large world connect at about the same time. The kernel may allow fewer (net.core.somaxconn).
     listener.listen(4096)
     return listener.detach()
 

@@ -118,6 +118,7 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 def warm_up() -> None:
     """Start the fork server that the next `launch` of this process uses, to import beside what follows here."""
     environment = common_environment({})
+    # The same modules as those of `launch`, because a fork server serves only runs that ask for what it has imported.
     program = Program(["--function"])
     if may_fork(program, environment):
         fork_client.channel(environment, program.modules).close()
@@ -136,7 +137,9 @@ def common_environment(variables: Mapping[str, str], num_workers: int = 1) -> di
         "OMP_NUM_THREADS": str(threads),
         # After the default above: the user's own OMP_NUM_THREADS counts.
         **os.environ,
+        # Lines appear as they are printed: into a pipe, Python would otherwise write whole buffers.
         "PYTHONUNBUFFERED": "1",
+        # Workers, and torch itself, learn by this that the launcher serves the store and rank 0 must not.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         **variables,
     }
@@ -249,6 +252,7 @@ class WorkerStarter:
     def _spawn(
         self, rank: int, environment: dict[str, str], files: Sequence[int], payload: Sequence[int]
     ) -> subprocess.Popen[bytes]:
+        # The payload is passed by its number, as an argument: an inherited file keeps its number in the child.
         out, err, pipe = files
         return subprocess.Popen(
             [*self._placement.prefix(rank), *self._program.spawned_command(), *map(str, payload)],

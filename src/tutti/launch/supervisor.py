@@ -99,11 +99,13 @@ class Supervisor:
         self._store_end: str | None = None
         """How that process ended, if it did before any worker failed."""
         self._common_environment = common_environment(environment, placement.num_workers)
+        # A fork server that has to be started imports from here on, while the store is set up.
         self._starter = WorkerStarter(program, placement, self._common_environment)
 
     def run(self) -> list[Any]:
         """Start all, wait for all, and return their results by rank."""
         try:
+            # The store first: its port is among the variables of every worker.
             self._serve_store()
             for rank in range(self._placement.num_workers):
                 self._workers.append(self._start(rank))
@@ -139,6 +141,7 @@ class Supervisor:
 
     def _start(self, rank: int) -> _Worker:
         """Start a worker with two output pipes and a supervisor pipe, and watch all three."""
+        # Standard output, standard error, and messages to the supervisor.
         pipes = [os.pipe() for _ in range(3)]
         (out, _), (err, _), (pipe, _) = pipes
         try:
@@ -170,6 +173,7 @@ class Supervisor:
         """Pass on output until all workers have ended, or the grace after the first failure is over."""
         deadline = None
         while any(worker.ended_at is None for worker in self._workers):
+            # Output is read in every round, also while workers end: a full pipe would block them.
             self._read(_POLL_S)
             failed_before = self._first_failed is not None
             self._note_ends()
@@ -298,6 +302,8 @@ class Supervisor:
                 worker.process.wait(max(0.0, deadline - time.monotonic()))
 
     def _close(self) -> None:
+        """Read what workers have still written, and close their pipes and the store. No worker runs any more."""
+        # Before the pipes are closed: workers' last lines, which often hold the error, may still lie in them.
         self._drain()
         for worker in self._workers:
             for file, output in worker.outputs.items():
@@ -318,6 +324,8 @@ class Supervisor:
         first = self._failure()
         if first is None:
             return
+        # Ranks that failed only because of the first one get a line each; the error to raise is that of the first
+        # alone.
         for worker in self._workers:
             reported = worker is first or worker in self._lost
             if not reported and worker.knocked_on and worker.inbox.failure is not None:

@@ -39,6 +39,7 @@ Watcher = Callable[[int, dict[str, Any]], None]
 _reporter: ContextVar[Callable[[dict[str, Any]], None] | None] = ContextVar("tutti_reporter", default=None)
 """Where reports of this thread go instead of the pipe: set in simulated ranks."""
 
+# Little-endian, without padding: 9 bytes.
 _HEADER = struct.Struct("<cQ")
 
 _TOLERATES_LOSS, _FAILED, _PROGRESS, _RESULT = b"E", b"F", b"P", b"R"
@@ -79,6 +80,7 @@ class SupervisorPipe:
 
     def progress(self, **values: Any) -> None:
         """Report values, which must be valid JSON, to the function that watches the run."""
+        # A simulated rank is a thread of this process, whose pipe would report for the wrong rank.
         if (reporter := _reporter.get()) is not None:
             reporter(values)
             return

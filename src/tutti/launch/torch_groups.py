@@ -80,6 +80,7 @@ def _transport_for_groups(transport: Transport) -> Transport | None:
         transport = transport.inner
     if transport.cluster is not None:
         return transport
+    # Looked up and not imported: importing it would start MPI in processes that have nothing to do with it.
     mpi = sys.modules.get("tutti.transports.mpi.transport")
     return transport if mpi is not None and isinstance(transport, mpi.MpiTransport) else None
 

@@ -26,6 +26,7 @@ class UndistributedCheck:
         self._sent_before = world.transport.bytes_sent
         self._num_steps = 0
         self._communicates = False
+        # A hook of the process, for all optimisers: the user's own is not known here.
         self._handle: Any = register_optimizer_step_post_hook(self._stepped)
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:

@@ -25,6 +25,7 @@ def main() -> None:
     Arguments: a script with its own arguments; `--function FILE`; or `--store ADDRESS PORT FILE`. A file is the number
     of an open one. The result or the failure goes to the supervisor.
     """
+    # First of all: a worker whose parent is gone already must not run on alone.
     die_with(int(os.environ[PARENT]))
     if sys.argv[1] == "--store":
         _serve_store(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

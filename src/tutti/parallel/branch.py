@@ -64,6 +64,7 @@ class Branches(nn.Module):
         super().__init__()
         _check(branches, transport)
         self.branches = nn.ModuleList(branches)
+        # More ranks than branches are whole groups: `_check` has refused a remainder.
         self.size = min(len(branches), transport.size)
         """Number of ranks that compute the branches of one replica."""
         self.num_groups = transport.size // self.size
@@ -71,6 +72,7 @@ class Branches(nn.Module):
         self.group = transport.rank // self.size
         """Number of this rank's replica."""
         members = range(self.group * self.size, (self.group + 1) * self.size)
+        # On a channel of their own, branches cannot take messages of the job for theirs.
         self._transport = transport.channel("branches", members)
         self._group_rank = transport.rank - members[0]
         self._check_batch = SameBatchCheck(self._transport, _REMEDY)
@@ -116,6 +118,8 @@ class Branches(nn.Module):
 
     def isend(self, tensor: Tensor, number: int) -> list[tuple[Tensor, Work]]:
         """Start sending a tensor of a branch of this rank to all others; the tensors are kept until the works end."""
+        # A contiguous CPU tensor is not copied: the branch's output itself is sent. Both autograd functions wait for
+        # their sends before they return, so nothing can change it meanwhile.
         data = tensor.detach().cpu().contiguous()
         others = [rank for rank in range(self.size) if rank != self._group_rank]
         return [(data, self._transport.isend(data, rank, number)) for rank in others]
@@ -166,12 +170,15 @@ class _ShareInputGradients(torch.autograd.Function):
                     torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad / branches.size
                 )
                 sending += branches.isend(shared[number], number)
+        # All gradients of this rank are under way before its first wait. Two ranks that waited for each other first
+        # would deadlock.
         for number in needed:
             if number not in shared:
                 shape, dtype, device = ctx.input_properties[number]
                 buffer = torch.empty(shape, dtype=dtype, device="cpu")
                 branches.receive(buffer, number)
                 shared[number] = buffer.to(device)
+        # Ended by the peers, which take these messages in the loop above. The gradients may be freed only then.
         for _, work in sending:
             work.wait()
         return None, *(shared.get(number) for number in range(len(ctx.input_properties)))
@@ -188,6 +195,7 @@ class _GatherOutputs(torch.autograd.Function):
     def forward(ctx: Any, branches: Branches, num_anchors: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.branches, ctx.num_anchors = branches, num_anchors
         local = dict(zip(branches.local_branches, tensors[num_anchors:], strict=True))
+        # Outputs of other ranks arrive on the CPU and are moved to where this rank's branches compute.
         device = next(branches.parameters(), torch.empty(0)).device
         sending = []
         for number, made in local.items():
@@ -213,6 +221,8 @@ class _GatherOutputs(torch.autograd.Function):
         if not branches.distributed:
             raise branches.not_distributed_error()
         local = (grads[number] * branches.size for number in branches.local_branches)
+        # The anchors only tie all inputs into the graph. The gradients of inputs come from the branches themselves,
+        # here or on a peer.
         return None, None, *([None] * ctx.num_anchors), *local
 
 
@@ -235,6 +245,7 @@ def _can_be_sent(output: Any) -> bool:
 def _header(output: Any) -> Tensor:
     """Return a description of an output: number of its dtype, number of dimensions, and shape."""
     header = torch.zeros(2 + _MAX_DIMS, dtype=torch.int64)
+    # Stays so if the output cannot be sent: the receivers then wait for no second message.
     header[0] = _INVALID
     if _can_be_sent(output):
         header[0], header[1] = DTYPES.index(output.dtype), output.dim()
@@ -243,6 +254,7 @@ def _header(output: Any) -> Tensor:
 
 
 def _check(branches: Sequence[nn.Module], transport: Transport) -> None:
+    """Refuse branches that these ranks cannot compute; all mistakes at once."""
     mistakes = []
     if not branches:
         mistakes.append("there must be one branch at least")

@@ -63,8 +63,10 @@ def device_mesh(group: dist.ProcessGroup, device_type: str) -> Iterator["DeviceM
     mesh._pg_registry = {group.group_name: group}
     # DTensor treats equal meshes as one, and those of other jobs, or of ranks in other threads, have other groups.
     mesh._thread_id = next(_numbers)
-    yield mesh
-    mesh._pg_registry.clear()  # DTensor caches meshes for the life of the process; their groups must not live on.
+    try:
+        yield mesh
+    finally:
+        mesh._pg_registry.clear()  # DTensor caches meshes for the life of the process; their groups must not live on.
 
 
 def _mesh_without_groups(device_type: str, size: int, rank: int) -> Any:

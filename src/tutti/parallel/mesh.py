@@ -81,9 +81,11 @@ class Mesh:
 
     def replica_ranks(self, rank: int) -> list[int]:
         """Return the ranks that hold one replica of the model together with `rank`, and itself, in order."""
+        # Stage by stage. Saved states list the parts of a replica in this order (`ModelOnMesh.gather_state`).
         return [member for stage in self.ranks_along("pipe", rank) for member in self.ranks_along("tensor", stage)]
 
     def _rank(self, coordinates: dict[Axis, int]) -> int:
+        """Return the rank at these coordinates: the inverse of `coordinates`."""
         rank = 0
         for axis in AXES:
             rank = rank * self.shape[axis] + coordinates[axis]

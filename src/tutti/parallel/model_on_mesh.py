@@ -74,6 +74,7 @@ class ModelOnMesh:
         coordinates = mesh.coordinates(transport.rank)
         self.is_replica_leader = coordinates["tensor"] == coordinates["pipe"] == 0
         """Whether this rank is the first of those that hold a replica together."""
+        # Opened before anything is split, on all ranks in the same order: to open a channel is collective.
         self._axis_transports = {axis: _axis_transport(mesh, axis, transport) for axis in mesh.shape}
         replica_ranks = mesh.replica_ranks(transport.rank)
         self._replica_transport = (
@@ -85,6 +86,7 @@ class ModelOnMesh:
         self.data_transport = self._axis_transports["data"]
         """Between the ranks that hold the same part of the model."""
         self._device = next(model.parameters()).device
+        # Left in reverse order: the device mesh goes before the process group that it refers to.
         self._resources = ExitStack()
         self._staged: StagedModel | None = None
         self._links: StageLinks | None = None
@@ -98,14 +100,17 @@ class ModelOnMesh:
 
     def _split(self, optimizer: Optimizer, transport: Transport, example: Any) -> None:
         model, mesh = self.model, self.mesh
+        # In virtual time the operators of the model must move the modelled clock.
         if transport.cluster is not None:
             self._resources.enter_context(operator_clock.counting(transport))
         # Before the cut into stages: the plan looks at pairs of layers and at names in the whole model.
         plan = tensor_plan(model, mesh.tensor, mesh.split)
         styles = {module: plan.style_of(name) for name, module in model.named_modules()}
+        # Stages first: shards belong to the layers of a stage.
         if mesh.pipe > 1:
             pipe_transport = self._axis_transports["pipe"]
             self._staged = StagedModel(model, optimizer, mesh.pipeline, pipe_transport, transport, example)
+        # Keyed by the stage's number, which names parameters alike on the ranks along `data` and `tensor`.
         stages = {str(number): stage for number, stage in self._local_stages.items()}
         self.local_module = model if self._staged is None else nn.ModuleDict(stages)
         """The part of the model that this rank holds, on which strategies work."""
@@ -154,6 +159,8 @@ class ModelOnMesh:
         stages = self._local_stages
         if self._staged is None:
             stages = {0: StageModule([("model", self.model)])}
+        # Kept for a second step function, with another loss, say: opening links is collective and allocates their
+        # slots.
         self._links = self._links or open_links(plan, self._axis_transports["pipe"], self._device)
         return PipelineStep(plan, stages, self._links, replica, loss, SameBatchCheck(self._replica_transport))
 
@@ -187,6 +194,7 @@ class ModelOnMesh:
 
         Raises `ConfigError` for the state of a model that was split otherwise.
         """
+        # A state without parts is that of a model that was not split.
         parts, split_name = state.get("parts", [state]), state.get("of", _SPLIT.format(tensor=1, pipe=1))
         if not any(parts):  # A strategy without state: it continues with any split.
             return {}
@@ -200,6 +208,7 @@ class ModelOnMesh:
 
     @property
     def _split_name(self) -> str:
+        """Identifies the split in a saved state: parts of another split belong to other parameters."""
         cut = "" if self._staged is None else f", cut {self._staged.cut}"
         return _SPLIT.format(tensor=self.mesh.tensor, pipe=self.mesh.pipe) + cut
 
@@ -228,7 +237,9 @@ class ModelOnMesh:
 
     def _single_stage_plan(self) -> PipelinePlan:
         """Return the plan of a pipeline step without a pipeline: microbatches whose gradients are accumulated."""
+        # The default of `StagedModel`, twice the ranks along `pipe`, of which there is one here.
         num_microbatches = self.mesh.pipeline.microbatches or 2
+        # Costs serve to cut a model and to size messages, and there are neither.
         cost = LayerCost("model", 0.0, 0.0, 0, 0, ())
         return PipelinePlan(actions_by_rank("gpipe", 1, 1, num_microbatches), [cost], num_microbatches)
 
@@ -238,6 +249,7 @@ def mesh_mistakes(
 ) -> list[str]:
     """Return what is wrong with splitting `model` over `mesh`, as far as can be seen without doing it."""
     mistakes = [*mesh.mistakes(num_ranks), *_optimizer_mistakes(optimizer, mesh)]
+    # What needs the whole model on every rank.
     if mesh.tensor * mesh.pipe > 1 and any(isinstance(module, Branches) for module in model.modules()):
         mistakes.append("Branches need the whole model on every rank: use them without tensor and pipe.")
     if strategy.needs_whole_model and mesh.tensor * mesh.pipe > 1:
@@ -267,6 +279,7 @@ def mesh_mistakes(
 
 def _optimizer_mistakes(optimizer: Optimizer, mesh: Mesh) -> list[str]:
     """Refuse optimisers that look at more than one element of a parameter at a time."""
+    # By name, not by class: many of these are in packages that need not be installed.
     if mesh.tensor == 1 or not any(base.__name__ in _WHOLE_TENSOR_OPTIMIZERS for base in type(optimizer).__mro__):
         return []
     return [
@@ -285,6 +298,7 @@ def _diverging_copies_mistakes(model: nn.Module, plan: TensorPlan, strategy: Str
     codec = getattr(strategy, "codec", None)
     if strategy.synchronous and (codec is None or isinstance(codec, Cast)):
         return []
+    # Smaller parameters are sent exactly, so that their copies stay alike. Without synchronous steps none do.
     exact_below = getattr(strategy, "exact_below", 0) if strategy.synchronous else 0
     compressed = [
         layer.name
@@ -301,6 +315,7 @@ def _diverging_copies_mistakes(model: nn.Module, plan: TensorPlan, strategy: Str
 
 
 def _axis_transport(mesh: Mesh, axis: Axis, transport: Transport) -> Transport:
+    """Return the transport between the ranks that differ from this one on `axis` alone. Collective."""
     # A simulated rank needs the virtual clock, so it has a channel also where it is alone.
     if mesh.shape[axis] == 1 and transport.cluster is None:
         return SingleRankTransport(transport.timeout, transport.world_rank)
@@ -309,6 +324,7 @@ def _axis_transport(mesh: Mesh, axis: Axis, transport: Transport) -> Transport:
 
 def _share_random_state(group: Any, device: torch.device) -> None:
     """Give all ranks along `tensor` the random state of the first, so that dropout draws the same. Collective."""
+    # torch warns because it does not keep the CPU generators of the ranks equal. That is done here.
     warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support on cpu")
     state = torch.get_rng_state()
     broadcast(state, 0, group)

@@ -37,6 +37,7 @@ def candidates(profile: Profile, workers: int, cluster: Cluster, num_steps: int 
     offered = Candidates([], [], not_priced)
     for family in families:
         for strategy in family.candidates(profile, placement):
+            # A strategy that exchanges in every step suits a run of any length.
             if num_steps is not None and 1 < least_steps(strategy) > num_steps:
                 continue
             if has_cost(strategy):

@@ -221,6 +221,7 @@ def _doubled(cluster: Cluster, global_batch: int | None) -> Iterator[int]:
     """Yield 2, 4, 8, ... while the cluster has slots, and the global batch has samples, for all."""
     workers = 2
     while workers <= min(MOST_WORKERS, global_batch or MOST_WORKERS):
+        # The cluster itself knows how many ranks it holds: hosts may have different numbers of slots.
         try:
             restricted_to(cluster, workers).place(workers)
         except ConfigError:

@@ -141,6 +141,7 @@ def digits(root: Path | None = None) -> Splits:
 
 @cached(maxsize=1)
 def _embedded_digits() -> tuple[Sample, Sample]:
+    """Return the training and the test samples of the digits that come with Tutti; every fifth is for tests."""
     arrays = read_npz(Path(__file__).with_name("digits.npz"), {"images": (1797, 8, 8), "labels": (1797,)})
     images, labels = arrays["images"].unsqueeze(1), arrays["labels"]
     testing = torch.arange(len(labels)) % 5 == 0
@@ -175,8 +176,11 @@ def cifar10_subset(root: Path | None) -> Splits:
     ).under(root)
     images: Shape = (None, 32, 32, 3)
     arrays = read_npz(path, {"x_train": images, "y_train": (None,), "x_test": images, "y_test": (None,)})
+    # Means and deviations of the red, green and blue channels over CIFAR-10's 50,000 training images, for pixels in 0
+    # to 1.
     prepare = Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
     train, test = (
+        # Stored as height × width × channels; convolutions take channels first.
         _labelled(path, arrays[f"x_{part}"].permute(0, 3, 1, 2), arrays[f"y_{part}"], prepare)
         for part in ("train", "test")
     )

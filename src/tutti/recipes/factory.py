@@ -64,6 +64,7 @@ def _find(text: str, wanted: str, model_classes: bool) -> Any:
 
 def _no_function(module: ModuleType, name: str, model_classes: bool) -> str:
     """The message for a function that `module` does not have, with those that it defines itself."""
+    # Only what the module itself defines: names that it merely imported would make the list long and misleading.
     known = sorted(
         key
         for key, value in vars(module).items()

@@ -91,6 +91,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 @cached(maxsize=8)
 def _read_idx(path: Path, num_dims: int, stamp: tuple[int, int]) -> Tensor:
+    """Read a gzipped idx file: a magic number with the dtype and the dimensions, the sizes, then the bytes."""
     try:
         with gzip.open(path) as file:
             raw = bytearray(file.read())  # Writable, as torch.frombuffer requires.
@@ -102,6 +103,7 @@ def _read_idx(path: Path, num_dims: int, stamp: tuple[int, int]) -> Tensor:
             f"{path} is not the idx file wanted: it starts with 0x{raw[:4].hex()}, "
             f"and bytes in {num_dims} dimensions start with 0x{magic.hex()}. Are two files swapped?"
         )
+    # Sizes are big-endian, 4 bytes each.
     shape = [int.from_bytes(raw[i : i + 4], "big") for i in range(4, header, 4)]
     wanted, got = int(np.prod(shape, dtype=np.int64)), len(raw) - header
     if got != wanted:
@@ -143,6 +145,7 @@ def _widened(array: Tensor) -> Tensor:
 
 
 def _fault(name: str, shape: Shape, array: np.ndarray | None) -> str | None:
+    """Return what is wrong with an array of an npz file; None if it is as wanted."""
     if array is None:
         return f"no array '{name}'"
     if array.dtype != np.uint8:

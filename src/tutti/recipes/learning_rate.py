@@ -38,6 +38,7 @@ def set_rate(optimizer: Optimizer, lr: LearningRate, rule: LearningRateRule) -> 
         factor = lr / optimizer.param_groups[0]["lr"]
     for group in optimizer.param_groups:
         group["lr"] *= factor
+    # Only a rate that was raised is warmed up: from the recipe's own rate, in a line.
     if lr != "auto" or rule.warmup_steps == 0 or factor <= 1:
         return None
     return LinearLR(optimizer, start_factor=1 / factor, total_iters=rule.warmup_steps)

@@ -25,6 +25,7 @@ class ProgressReports:
         transport = job.world.transport
         self._simulated = transport.cluster is not None
         self._supervisor = SupervisorPipe()
+        # Rounded up, so that there are not more reports than that.
         self._every = -(-self._total_steps // _NUM_REPORTS)
         self._longest_s = float("inf") if self._simulated else _REPORT_SECONDS
         self._now = transport.now

@@ -28,6 +28,7 @@ from tutti.recipes.progress_reports import ProgressReports
 from tutti.strategies import as_strategy
 from tutti.world import World
 
+# For memory and speed only: the accuracy does not depend on it.
 _TEST_BATCH_SIZE = 256
 
 
@@ -91,6 +92,7 @@ class TrainingResult:
 
 def train(config: TrainingConfig) -> TrainingResult:
     """Train a recipe on this rank, together with all other ranks, and report progress to the launcher. Collective."""
+    # 1. Model, optimiser and data, the same on every rank: all of them seed alike.
     world = init()
     training_recipe = recipe(config.recipe, **config.options)
     torch.manual_seed(config.seed)  # Before the model draws its parameters.
@@ -100,11 +102,13 @@ def train(config: TrainingConfig) -> TrainingResult:
     num_samples, epochs = len(splits.train), config.epochs or training_recipe.epochs
     evaluation = _Evaluation(training_recipe, model, splits.test, config.double)
     warmup = _set_rate(optimizer, config, training_recipe, world, epochs * num_samples)
+    # 2. Training, with each rank's part of every global batch.
     with distribute(model, optimizer, config.strategy, world=world) as job:
         sampler = GlobalBatches(
             num_samples, config.batch_size or training_recipe.batch_size, job.world.size, config.seed
         )
         batches = shard(DataLoader(splits.train, batch_sampler=sampler, collate_fn=collate), world=job.world)
+        # The sampler yields the parts of all ranks, so a step is as many of them as there are ranks.
         reports = ProgressReports(job, epochs, len(sampler) // sampler.num_parts, num_samples)
         steps_s = 0.0
         for epoch in range(1, epochs + 1):
@@ -125,6 +129,7 @@ def train(config: TrainingConfig) -> TrainingResult:
                 break
         # Read before the job ends, whose clean-up sends messages of its own.
         metrics, synchronous, is_leader = job.metrics, job.strategy.synchronous, job.is_leader
+    # 3. The final accuracy.
     if not synchronous and is_leader:
         # Leaving the job brought the parameters of all ranks together: only now are they the final ones.
         accuracy = evaluation.accuracy()
@@ -154,6 +159,7 @@ def _set_rate(
     rule = combined_rule(
         strategy,
         optimizer,
+        # Dedicated servers take no batch, so they do not count as workers; a single rank runs without servers.
         num_workers=world.size - (strategy.num_dedicated_servers if world.size > 1 else 0),
         batch_size=batch_size,
         reference=training_recipe.batch_size,

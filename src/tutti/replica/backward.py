@@ -121,6 +121,7 @@ class BackwardPass:
         if in_backward:
             # Autograd calls it after the last node of this backward, before `loss.backward()` returns.
             Variable._execution_engine.queue_callback(self.finish)
+        # Once per pass: what was counted so far is used up by this exchange.
         self._weight = replica.contribution.take()
         replica.listener.backward_started(self._weight)
 
@@ -153,6 +154,7 @@ class BackwardPass:
             if layer.catching and not layer.keeps_gradient and not layer.handed_over:
                 replica.listener.factors_ready(layer)
         self._hand_over(complete_only=False)
+        # Waits for the other ranks: what ends the wait, and what a lost rank does to it, is the strategy's matter.
         replica.listener.backward_done()
         self._settle()
         # With a single bucket the order of gradients changes nothing.
@@ -231,6 +233,7 @@ class BackwardPass:
                     slot.tensor.grad = None
         self._kept.clear()
         self._next_bucket = 0
+        # Last: an error before this leaves the pass running, which the next forward pass refuses.
         self.running, self.exchanged = False, True
 
     def _recut(self, arrivals: list[Slot]) -> None:

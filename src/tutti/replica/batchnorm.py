@@ -45,6 +45,7 @@ class SyncedBatchNorm(nn.modules.batchnorm._BatchNorm):
         self.num_batches_tracked = layer.num_batches_tracked
         self._transport = transport
         self._sample_counts = sample_counts
+        # The constructor has put it into training mode.
         self.train(layer.training)
 
     def use(self, transport: Transport) -> Callable[[], None]:

@@ -127,6 +127,7 @@ class Bucket:
                 _refuse_sparse(slot, grad)
                 views.append(slot.view)
                 sources.append(grad)
+                # From here on autograd accumulates into the bucket itself, until the user sets the gradient to None.
                 slot.tensor.grad = slot.view
         if views:
             torch._foreach_copy_(views, sources)

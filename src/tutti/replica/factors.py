@@ -177,6 +177,7 @@ class Catcher:
 
 
 def _restore(module: nn.Module) -> None:
+    """Give a module its own forward back, if that was replaced here."""
     if isinstance(module.__dict__.get("forward"), _Forward):
         del module.forward
 
@@ -239,6 +240,7 @@ class _Forward:
         return self._usual(self._module, input)
 
     def _can_catch(self, input: Tensor) -> bool:
+        """Whether this call can hand over factors in place of its gradient, and whether they would be smaller."""
         weight = self._layer.slot.tensor
         trained = self._module.weight is weight and weight.requires_grad and torch.is_grad_enabled()
         # Hooks of the user's that see the whole gradient. Tutti's own are post-accumulate hooks, which are not in here.

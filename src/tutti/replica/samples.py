@@ -121,6 +121,7 @@ def num_rows(value: Any) -> int:
 
 
 def _first_tensor(value: Any) -> Tensor | None:
+    """Return the first tensor in nested containers, depth first; None if there is none."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, dict):

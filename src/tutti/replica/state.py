@@ -32,6 +32,7 @@ def check_alike(
     named = list(zip(transport.world_ranks, by_rank, strict=True))
     all_mistakes = [f"rank {rank}: {mistake}" for rank, other in named for mistake in other["mistakes"]]
     if all_mistakes:
+        # The same mistake everywhere, which is the usual case, is listed once and without ranks.
         shared = all(other["mistakes"] == by_rank[0]["mistakes"] for other in by_rank)
         raise ConfigError("\n".join(by_rank[0]["mistakes"] if shared else all_mistakes))
     first = transport.world_ranks[0]
@@ -91,6 +92,7 @@ def share_buffers(model: nn.Module, transport: Transport) -> None:
 
 
 def _layout(model: nn.Module) -> list[list[Any]]:
+    """Return name, shape, dtype, device and kind of every parameter and buffer, as JSON types."""
     tensors: list[tuple[str, Tensor, str]]
     tensors = [(name, p, "trained" if p.requires_grad else "frozen") for name, p in model.named_parameters()]
     tensors += [(name, buffer, "buffer") for name, buffer in model.named_buffers()]
@@ -100,6 +102,7 @@ def _layout(model: nn.Module) -> list[list[Any]]:
 
 
 def _first_difference(expected: list[list[Any]], got: list[list[Any]], first: int, rank: int) -> str:
+    """Return the error for two models that differ, with the first entry in which they do."""
     # A model that just has more entries is dealt with after the loop.
     for other, ours in zip(got, expected, strict=False):
         if other != ours:

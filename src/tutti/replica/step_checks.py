@@ -55,6 +55,7 @@ class StepChecks:
         if self._num_checks & (self._num_checks - 1):  # Checks 1, 2, 4, 8, ... look at every parameter.
             return
         if gradients:
+            # Hooks run in the order of registration: the first `number` were there when the model was distributed.
             for slot, number in self._hooks:
                 if any(not _is_own(hook) for hook in _hooks(slot)[number:]):
                     raise ConfigError(

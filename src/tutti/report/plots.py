@@ -75,6 +75,7 @@ def plot_lines(
     axes[0][-1].legend(frameon=False, fontsize=8)
     figure.suptitle(title)
     figure.savefig(path, dpi=130)
+    # Else pyplot keeps the figure, and its memory, until the process ends.
     plt.close(figure)
 
 

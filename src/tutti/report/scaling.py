@@ -60,7 +60,8 @@ def plot_panels(panels: Panels, ylabel: str, title: str, path: Path, scale: Lite
 
 def _draw(axis: Any, lines: Mapping[str, Sequence[tuple[float, float]]], scale: Literal["log", "linear"]) -> None:
     workers = sorted({number for points in lines.values() for number, _ in points})
-    (fewest, start), *_, (_, end) = next(iter(lines.values()))
+    first = next(iter(lines.values()))
+    (fewest, start), (_, end) = first[0], first[-1]
     power = 1 if end > start else -1  # Throughput rises with the workers; a time falls.
     linear = [start * (number / fewest) ** power for number in workers]
     axis.plot(workers, linear, ":", color="#222222", zorder=3, label="linear scaling")
@@ -80,6 +81,7 @@ def _draw(axis: Any, lines: Mapping[str, Sequence[tuple[float, float]]], scale: 
 
 
 def _lines(speed: Any, efficiency: Any, results: Mapping[str, Rows], workers: list[int]) -> None:
+    """Draw speed and efficiency against the number of workers, a line per strategy."""
     ideal = [_ideal(results) * number for number in workers]
     speed.plot(workers, ideal, ":", color="#888888", label="linear scaling")
     for position, (name, unsorted) in enumerate(results.items()):
@@ -105,6 +107,7 @@ def _width(position: int, count: int) -> float:
 
 
 def _bars(speed: Any, efficiency: Any, results: Mapping[str, Rows], workers: list[int]) -> None:
+    """Draw speed and efficiency of one number of workers, a bar per strategy."""
     speed.axhline(_ideal(results) * workers[0], linestyle=":", color="#888888", label="linear scaling")
     for position, (name, (row, *_)) in enumerate(results.items()):
         colour, _ = _STYLES[position % len(_STYLES)]

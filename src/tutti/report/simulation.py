@@ -40,6 +40,7 @@ def plot_progress(reports: Sequence[Mapping[str, Any]], target: float, title: st
     """
     plt = pyplot()
     unit, size = _unit(max(report["seconds"] for report in reports))
+    # Reports with an accuracy follow an evaluation; the others are of single steps.
     tested = [report for report in reports if "accuracy" in report]
     trained = [report for report in reports if "accuracy" not in report]
     num_panels = 2 if len(tested) > 1 else 1
@@ -54,6 +55,7 @@ def plot_progress(reports: Sequence[Mapping[str, Any]], target: float, title: st
         panels[1].margins(y=0.15)
         panels[1].set_ylabel("test accuracy (%)")
         panels[1].legend(frameon=False)
+    # One point makes no curve: it goes into the title.
     elif tested:
         title += f"\ntest accuracy {tested[0]['accuracy']:.1%} after {tested[0]['epoch']:g} epoch (target {target:.0%})"
     for axis in panels:
@@ -79,6 +81,7 @@ def plot_utilisation(simulation: Simulation, cluster: Cluster, title: str, path:
         1, 2, figsize=(11, height), sharey=True, width_ratios=(4, 1), layout="constrained"
     )
     unit, size = _unit(simulation.seconds)
+    # One picture of all ranks, since thousands of bars would take minutes to draw.
     picture, stop_s = _picture([rank.strip for rank in ranks], simulation.seconds)
     extent = (0, stop_s / size, len(ranks) - 0.5, -0.5)
     strips.imshow(picture, aspect="auto", interpolation="nearest", extent=extent)
@@ -86,12 +89,14 @@ def plot_utilisation(simulation: Simulation, cluster: Cluster, title: str, path:
     shown = "shares of its time" if len(ranks) <= _FEW_RANKS else "its most frequent state"
     bin_s = float(f"{stop_s / picture.shape[1]:.2g}")
     strips.set_title(f"One row per rank: {shown}, in bins of {format_time(bin_s)}", fontsize=9)
+    # Beside each row, the totals of the same states.
     left = np.zeros(len(ranks))
     for use, colour, spent in zip(USES, COLOURS, _spent(simulation), strict=True):
         width = 100 * spent / simulation.seconds
         totals.barh(range(len(ranks)), width, left=left, height=1.0, color=colour, label=use, linewidth=0)
         left += width
     totals.set(xlim=(0, 100), xlabel="share of time (%)")
+    # Labels for as many ranks as there is room for.
     names = rank_names(cluster, len(ranks))
     strips.set_yticks(list(names), list(names.values()))
     if len(ranks) <= _FEW_RANKS:
@@ -112,6 +117,8 @@ def _draw_loss(axis: Any, xs: list[float], losses: list[float]) -> None:
     if smooth:
         axis.plot(xs, mean, color="#0072b2", linewidth=2, label="running mean")
         axis.legend(frameon=False)
+    # By the mean, so that one step with a huge loss does not press the curve flat. `or 1.0` for losses that are all
+    # 0.
     axis.set_ylim(0, 1.15 * mean.max() or 1.0)
     axis.set_ylabel("training loss" if smooth else "training loss per step")
 

@@ -59,12 +59,14 @@ class SimulatedChannel:
         index = self.ranks.index(rank)
         if index in self.closed:
             return
+        # Recorded first: the errors and the checks below read it.
         self.closed[index] = why
         for mailbox in self._mailboxes_of.get(index, ()):
             # Receives from this rank could never end; receives by this rank are abandoned.
             receives, mailbox.receives = mailbox.receives, deque()
             for receive in receives:
                 receive.fail(self.loss_error(receive.rank, index))
+        # A receive from ANY fails only if no rank is left that could end it.
         for any_source in self.any_source_mailboxes.values():
             any_source.fail_hopeless()
         for host_sum in list(self.host_sums.values()):  # Sums that not all ranks have joined.

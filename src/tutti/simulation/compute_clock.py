@@ -80,6 +80,7 @@ class ComputeClock:
 
         self._handles.append(model.register_forward_pre_hook(_BeforeForward(self), with_kwargs=True))
         self._handles.append(model.register_forward_hook(_AfterForward(self), with_kwargs=True))
+        # A hook before the step: its time has passed when the replica's own hook, registered later, starts to wait.
         self._handles.append(optimizer.register_step_pre_hook(on_step))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:

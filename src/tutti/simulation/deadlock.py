@@ -21,6 +21,7 @@ def deadlock_error(ranks: Sequence["Rank"]) -> Deadlock:
 
 
 def _status(rank: "Rank") -> str:
+    """Describe what a rank does, as the predicate of a sentence about it."""
     thread, work = rank.thread, rank.waiter.awaited
     if rank.gone is not None or thread.ended:
         return "has ended" if thread.error is None else f"has failed: {type(thread.error).__name__}"

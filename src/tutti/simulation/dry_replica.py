@@ -58,9 +58,12 @@ class DryRunReplica(Replica):
         if self._gradients:
             self._backward(listener, num_samples)
         else:
+            # The clock still goes through backward gradient by gradient; no one asked to hear of them.
             for slot in self.slots:
                 compute_clock.gradient(slot.name)
         listener.before_step()
+        # As in a real step: what `before_step` waits for comes before the optimiser's time, what `after_step` sends
+        # after it.
         compute_clock.step()
         self.steps += 1
         listener.after_step()

@@ -154,6 +154,7 @@ class Receive(SimulatedWork):
         """Copy the payload into the receiver's tensor. Fails this receive and returns False if they do not fit."""
         tensor = self.tensor
         self._source = mailbox.key[0]
+        # As real transports do: bytes and dtype must agree, shapes need not.
         if payload.nbytes != tensor.nbytes or payload.dtype != tensor.dtype:
             self.fail(
                 ReplicaMismatch(

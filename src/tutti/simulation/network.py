@@ -162,6 +162,7 @@ class Network:
         return self._pipes[name]
 
     def _no_link(self, src: int, dst: int) -> str:
+        """Return the error for a message between hosts that nothing joins, with all such pairs of the cluster."""
         hosts = list(self._unique.values())
         pairs = [
             f"{one.name} and {two.name}"

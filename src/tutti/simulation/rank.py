@@ -69,6 +69,7 @@ class Rank:
     def start(self, function: Callable[[], Any]) -> None:
         """Start the thread, and schedule its first turn and its death."""
         self.thread.start(function)
+        # All ranks begin at virtual time 0. They are started in the order of their numbers, and so run in it.
         self.engine.schedule(0.0, self.resume)
         if self.dies_s < float("inf"):
             self.engine.schedule(self.dies_s, self._die)
@@ -88,6 +89,7 @@ class Rank:
 
     def leave(self, why: str, lost_a_peer: bool = False) -> None:
         """Leave the simulation: close all channels, which fails the waits for this rank with the reason `why`."""
+        # The first reason stays: a rank that died must not be reported as one that left.
         if self.gone is None:
             self.gone, self.lost_a_peer = why, lost_a_peer
             for channel in list(self.channels):
@@ -99,6 +101,7 @@ class Rank:
         if thread.ended and not thread.died:  # It came to its end before.
             return
         thread.died = True
+        # Before its thread unwinds: from this moment on, peers must not wait for it any more.
         self.leave(f"it died at {format_time(self.dies_s)}")
         # A rank that waits is woken, and unwinds in `pause`. Any other one unwinds at its next `check_alive`.
         if not thread.ended and self.waiter.interrupt(self.dies_s):

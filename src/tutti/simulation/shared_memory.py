@@ -68,11 +68,13 @@ class _HostSum:
                 operand.fail(self._channel.loss_error(operand.rank, lost))
 
     def _compute(self, operands: list[_Operand]) -> None:
+        """Sum what all ranks brought, and complete the work of each of them at the same virtual time."""
         error = _mismatch(operands)
         if error is None and not operands[0].tensor.is_meta:
             _sum_in_place(operands)
         # Two barriers; every byte is read once and written once.
         spent_s = 2 * self._channel.network.cluster.within.seconds(operands[0].tensor.nbytes)
+        # All end together: until the last rank has joined, none may touch its tensor.
         finish_s = max(operand.posted_s for operand in operands) + spent_s
         for operand in operands:
             operand.rank.travel.add(finish_s - spent_s, finish_s)
@@ -158,6 +160,7 @@ class SimulatedSharedMemory(TransportWrapper):
         return self._join_sum(tensor, float(self.rank == 0), averaged=False)
 
     def _join_sum(self, tensor: Tensor, weight: float, averaged: bool) -> Work:
+        """Bring this rank's tensor to the next sum of its host; the last rank to join computes it."""
         me, channel = self.inner.member()
         self._reduced_bytes += tensor.nbytes
         data = tensor.detach()

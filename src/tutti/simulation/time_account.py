@@ -23,6 +23,7 @@ class TimeAccount:
         """Add computing from start to stop. Pieces that follow each other become one event."""
         self.busy_s += stop_s - start_s
         last = self._computing
+        # Equal to the last bit, since a piece starts at the very number at which the one before it stopped.
         if last is not None and last.stop_s == start_s:
             self._computing = last._replace(stop_s=stop_s)
         else:
@@ -31,6 +32,7 @@ class TimeAccount:
 
     def add_waiting(self, start_s: float, stop_s: float, communicating_s: float) -> None:
         """Add a wait from start to stop, during which messages travelled for `communicating_s`."""
+        # Events are kept in the order of time, so the computing before this wait is recorded before it.
         self.flush()
         self.communicating_s += communicating_s
         self.waiting_s += stop_s - start_s - communicating_s
@@ -80,6 +82,7 @@ class ComputeSpeed:
     def __init__(self, cluster: Cluster, number: int, speed: float) -> None:
         self._slowness = 1 / speed
         self._pauses = cluster.pauses
+        # Of its own, and not shared: a rank's pauses must not depend on the order in which ranks run.
         self._rng = random.Random(f"{cluster.seed} {number} pauses")
         self._next_pause_s = self._draw(cluster.pauses.every_s) if cluster.pauses else float("inf")
 
@@ -92,6 +95,7 @@ class ComputeSpeed:
             length_s = self._draw(self._pauses.length_s)
             # The part of a pause that passed while this rank waited for others costs nothing.
             stop_s += max(0.0, min(length_s, self._next_pause_s + length_s - clock_s))
+            # Counted from the end of this pause, whether or not it cost the rank anything.
             self._next_pause_s += length_s + self._draw(self._pauses.every_s)
         return stop_s
 

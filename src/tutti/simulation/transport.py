@@ -68,6 +68,7 @@ class SimulatedTransport(Transport):
         self.world_ranks = self._numbers
         self.hosts = tuple(registry.network.hosts[number].name for number in self._numbers)
         self.cluster = registry.network.cluster
+        # By rank and channel, so that no two of them draw the same random times.
         self.seed = f"{self.cluster.seed} {me.number} {name}"
         self.bytes_sent = 0
         self._sequence, self._concurrent = OperationSequence(), ConcurrentOperations()
@@ -103,6 +104,7 @@ class SimulatedTransport(Transport):
         if self._closed or (src != ANY and (not 0 <= src < self.size or src == self.rank)):
             raise self._refusal(src)
         channel = self._channel
+        # A receive from anyone looks at all senders' mailboxes, in order of arrival; the other looks at one.
         if src == ANY:
             mailbox: Mailbox | AnySourceMailbox = channel.any_source_mailbox(self.rank, tag)
         else:

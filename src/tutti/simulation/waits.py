@@ -72,6 +72,7 @@ class Waiter:
             rank.pause()
             self._wait = None
         assert work.finish_s is not None
+        # The end may lie before the rank's clock, where work was done while the rank computed: time never goes back.
         self._advance_clock(work.finish_s, travelled_s)
         if work.error is not None:
             self._count_failure(work.error)

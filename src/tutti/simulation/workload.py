@@ -119,6 +119,7 @@ def _count(
 
 
 def _without_values(value: Tensor) -> Tensor:
+    """Return a tensor of the same shape and kind on device "meta"."""
     empty = torch.empty_like(value, device="meta")
     return nn.Parameter(empty, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else empty
 

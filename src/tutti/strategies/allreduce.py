@@ -144,6 +144,7 @@ class AllReduce(Strategy):
         if placement.num_hosts > 1:
             algorithms = [*_CANDIDATES, *(name for name in ALGORITHMS if name not in ALGORITHMS.built_in)]
         sizes = (AllReduce.bucket_bytes, _LARGE_BUCKET_BYTES)
+        # A model that fits into one bucket of the default size gets the same bucket from a larger one.
         for bucket_bytes in sizes if profile.gradient_bytes > AllReduce.bucket_bytes else sizes[:1]:
             yield from (AllReduce(algorithm, bucket_bytes) for algorithm in algorithms)
         yield from (AllReduce(codec=codec) for codec in (*_CANDIDATE_CODECS, *_plugin_codecs()))
@@ -269,12 +270,15 @@ class AllReduceExchange(Exchange):
             used = {"converged"}
             self._converged.load_state_dict(state["converged"])
             if state["converged"]["order"] is not None:
+                # The order first: `leave_out` cuts buckets anew in whatever order holds by then.
                 self.replica.arrange(state["converged"]["order"])
             self.replica.leave_out(self._converged.left_out)
         elif isinstance(self._mean, CompressedMean) and "residuals" in state:
             used = {"residuals"}
             self._mean.load_state_dict(state["residuals"])
         elif self.transport.size == 1:
+            # A single rank exchanges nothing, but its checkpoint may be resumed on several: the state is passed on
+            # unchanged.
             self._unused_state = {name: state[name] for name in state.keys() & self._parts}
             used = set(self._unused_state)
         return set(state) - used
@@ -334,6 +338,8 @@ def _mean_over(replica: Replica, transport: Transport, strategy: AllReduce, code
         algorithm = "native"
     if algorithm == "cheapest":
         return CollectiveMean(transport, measure_collectives(transport).best)
+    # The transport's own mean, then the backend's own sum, then the algorithms of `tutti.collectives`: the first that
+    # there is.
     if algorithm == "native" and isinstance(transport, Averages):
         return TransportMean(transport)
     kind = "cpu" if replica.device_types <= {"cpu", "meta"} else "cuda"

@@ -13,6 +13,7 @@ _NAMES = ("job.consensus()", "job.finish()")
 
 def different_calls_error(weights: Sequence[float], transport: Transport, steps: int) -> ConfigError:
     """Return the error that says where each rank is: in a call, or in a backward pass, which has another weight."""
+    # A rank in a call gives `FIRST_CALL` minus the call's number in place of its weight (see `collectives.mean`).
     calls = {_NAMES[int(FIRST_CALL - weight)] for weight in weights if weight <= FIRST_CALL}
     where = [
         f"rank {other} is in {_NAMES[int(FIRST_CALL - weight)]} after step {steps}"

@@ -83,6 +83,7 @@ class CompressedMean:
         return self._steps(bucket, weights)
 
     def _steps(self, bucket: Bucket, weights: Tensor) -> Operation:
+        """Average a bucket over ranks: exactly within hosts, compressed between them."""
         flat, size = bucket.flat, self._transport.size
         # Before anything is summed, because the weights of ranks on one host may differ.
         weigh(flat, weights, self._transport)
@@ -104,6 +105,8 @@ class CompressedMean:
         values = wide = bucket.values
         if not values.is_meta:
             self._mark_unsent(bucket)
+            # The same tensor where it is float32 already, so that the sum is made in place; else a copy, written back
+            # below.
             wide = values.to(torch.float32)
         yield from self._sums[bucket].steps(wide, bucket.exact, across)
         if wide is not values:
@@ -155,6 +158,7 @@ class CompressedMean:
         if state["order"] is not None:
             self._replica.arrange(state["order"])
         self._follow_buckets()
+        # Residuals are plain numbers that any codec can go on from. The rest means something to its own codec only.
         if state["codec"] != print_codec(self._codec):
             state = {**state, "common": {}, "factors": {}}
         CodecMemory.from_gathered(state, self._transport, two_levels=self._within is not None).distribute(self._sums)

@@ -37,6 +37,7 @@ class CodecMemory:
         for bucket, bucket_sum in sums.items():
             slots = dict(compressed_slots(bucket))
             for key, flat in bucket_sum.per_element.items():
+                # Views, so collecting costs no memory; the caller copies them before the sums go on.
                 by_parameter = memory.elements.setdefault(key, {})
                 by_parameter |= {slot.name: flat[start : start + slot.tensor.numel()] for start, slot in slots.items()}
             for key, value in bucket_sum.save().items():
@@ -54,11 +55,14 @@ class CodecMemory:
             saved = dict(self.common)
             for start, slot in compressed_slots(bucket):
                 for key, flat in bucket_sum.per_element.items():
+                    # A parameter that the saved state does not know keeps what its sum started with.
                     if (values := self.elements.get(key, {}).get(slot.name)) is not None:
                         flat[start : start + slot.tensor.numel()] = values
                 for key, factor in self.factors.items():
                     name, _, parameter = key.partition("@")
                     if parameter == slot.name:
+                        # The inverse of `collect`: back to the position of the parameter in its present bucket. A
+                        # copy, since the tensors of `collect` still belong to the sums that they came from.
                         saved[f"{name}@{start}"] = factor.clone()
             bucket_sum.load(saved)
 
@@ -137,6 +141,7 @@ def _broadcast_state(
 
 def _element_keys(codec: Codec) -> list[str]:
     """Return the names of the codec's state per element."""
+    # Without elements, and without memory: only the names are wanted.
     state = codec.start(0, 0, torch.device("meta"))
     return [key for key, value in state.items() if isinstance(value, Tensor)]
 

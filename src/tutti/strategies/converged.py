@@ -33,6 +33,7 @@ class ConvergenceMonitor:
     """
 
     def __init__(self, slots: list[Slot], share: float, every: int) -> None:
+        # By name, so that the order does not depend on how buckets are cut.
         self._slots = sorted(slots, key=lambda slot: slot.name)
         self._share = share
         self._every = every

@@ -109,6 +109,7 @@ def parse(text: str) -> Strategy:
 
 def _parse_named(name: str, text: str) -> Strategy:
     """Parse `name:options+codec`."""
+    # At the first plus: the codec may be a chain, with a plus of its own.
     before_codec, plus, codec = text.partition("+")
     options = _unique(text, before_codec.partition(":")[2].split(","))
     read = STRATEGIES[name] if name in STRATEGIES else partial(_all_reduce, name)

@@ -110,6 +110,7 @@ class OperationThread:
                 else:  # An earlier operation broke off: the messages of this one would not match the peers'.
                     queued.operation.close()
                     queued.error = self._failure
+                # Last: a thread that this wakes reads the error.
                 queued.over.set()
                 del queued  # It holds tensors, and the queue may stay empty for long.
 

@@ -215,6 +215,7 @@ class EventLoop:
             self._num_drivers, self._num_drives = 1, self._num_drives + 1
         # From here on the loop's thread gives the turn up when it sees the driver, and does not take it again.
         try:
+            # It is free while the loop's thread stays away, and then no thread has to be switched.
             if not self._turn.acquire(blocking=False):
                 self.engine.wake()  # The loop's thread, which sees the driver and releases the turn.
                 # Ended by the loop's thread, which gives the turn up after its present pass at the latest.

@@ -61,6 +61,7 @@ class HostsTransport(TransportWrapper):
         local_ranks = [rank for rank, host in enumerate(inner.hosts) if host == inner.hosts[inner.rank]]
         self.within = shared_where_possible(inner.channel("within", local_ranks))
         self.across = inner.channel("across", leaders) if inner.rank in leaders else None
+        # Weak: a channel that its user has dropped need not be closed from here.
         self._channels: WeakSet[Transport] = WeakSet()
         if isinstance(self.within, ReportsProgress) and isinstance(self.across, SocketTransport):
             # The other ranks of this host wait for whatever their leader waits for.
@@ -72,6 +73,7 @@ class HostsTransport(TransportWrapper):
         return self.inner.bytes_sent + (self.across.bytes_sent if self.across is not None else 0)
 
     def channel(self, name: str, ranks: Sequence[int] | None = None) -> Transport:
+        # A channel has both levels for itself, so that its sums never wait behind those of this transport.
         made = levelled(self.inner.channel(name, ranks))
         self._channels.add(made)
         return made

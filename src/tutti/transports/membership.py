@@ -199,7 +199,7 @@ class Membership:
         deadline = time.monotonic() + EXPLAIN_SECONDS
         while not (gone := self.gone()) and time.monotonic() < deadline:
             time.sleep(0.02)
-        text = str(cause).splitlines()[0]
+        text = next(iter(str(cause).splitlines()), type(cause).__name__)
         # Matches "Timed out" and "timed out": libraries spell it differently.
         if not gone and "imed out" in text:
             return self.timeout_error(f"a reply ({text})")

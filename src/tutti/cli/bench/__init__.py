@@ -42,4 +42,5 @@ for _command in (
     startup,
     rates,
 ):
+    # A command has the name of its function, which is also that of its module.
     app.command(_command.__name__)(_command)

@@ -26,6 +26,7 @@ def allreduce(
     check_writable(json_file)
     console = Console()
     rows: list[dict[str, Any]] = []
+    # A launch for each number: ranks cannot be added to a world that runs.
     for number in parse_worker_counts(workers, 2, "2,4"):
         rows += run_with_progress(f"all-reduce of {number} workers", measure, rounds, workers=number)
     console.print(_table(rows))

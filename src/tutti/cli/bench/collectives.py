@@ -47,6 +47,7 @@ def collectives(
     check_workers_or_lab(workers, lab)
     workers = workers or _DEFAULT_WORKERS
     numbers = [parse_size(text) for text in split_list(sizes)]
+    # The smallest message is one float32.
     if not numbers or min(numbers) < 4:
         raise ConfigError(f"--sizes takes 4 bytes or more, got '{sizes}'.")
     console = Console()

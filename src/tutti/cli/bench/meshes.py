@@ -53,6 +53,7 @@ def meshes(
         refuse_given(context, ("rounds",), "changes nothing without --lab: simulated steps need no repetition.")
     if quick:
         refuse_given(context, ("models", "rates", "workers"), "changes nothing with --quick, which has its own.")
+    # `--quick` has a model, a rate and a number of workers of its own.
     names = split_list(_MODELS)[:1] if quick else split_list(models)
     speeds = ["1gbit"] if quick else split_list(rates)
     numbers = [4] if quick else parse_worker_counts(workers, 2, "2,4")
@@ -103,6 +104,7 @@ def _measure(names: list[str], lab: str, rounds: int, status: Status) -> "Iterat
 
     for name in names:
         status.update(f"measuring {name} in lab {lab}")
+        # A new lab for each model, without connections or queues of the one before.
         with open_lab(lab) as hosts:
             assert hosts is not None
             comparison = benchmark.in_lab(name, hosts, rounds)

@@ -43,6 +43,7 @@ def overlap(
         refuse_given(context, ("models",), f"changes nothing with the model {model}: give one of them.")
     names = split_list(models) if model is None else [model]
     check_model_names(names)
+    # The formula of the possible saving knows one link, and one rank on each host.
     spec = LabSpec.parse(lab)
     if not names or spec.ranks_per_host > 1 or spec.hosts < 2 or len(set(spec.rates)) > 1:
         raise ConfigError(

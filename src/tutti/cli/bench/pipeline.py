@@ -56,6 +56,7 @@ def pipeline(
     if batch % microbatches:
         raise ConfigError(f"--batch {batch} does not divide into {microbatches} microbatches.")
     if plot is not None:
+        # Refuses a missing matplotlib now, and not after minutes of measuring.
         pyplot()
         plot.mkdir(parents=True, exist_ok=True)
     console = Console()
@@ -116,6 +117,7 @@ def _draw(result: dict[str, Any], folder: Path) -> None:
             "modelled step": timeline_from(row["clock_spans"], result),
         }
         plot_timelines(panels, f"{name}, {result['microbatches']} microbatches", folder / f"{name}.png")
+    # A pair that shows what pipelining gains, if both were timed.
     pipelined = next((name for name in ("gpipe", "1f1b") if name in by_name), None)
     if "sequential" in by_name and pipelined is not None:
         pair = {f"with pipeline ({pipelined})": pipelined, "without pipeline": "sequential"}

@@ -1,5 +1,6 @@
 """`tutti bench strategies`: training steps under several strategies, and the cost of a slow worker."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -140,7 +141,7 @@ def _measure(
         if spec.ranks_per_host > 1 or len(set(spec.rates)) > 1:
             raise ConfigError("dedicated servers need a lab with one rank per host and one rate.")
         # One rank per host, so that a server has a network card of its own, as in a real cluster.
-        lab = lab.replace(f"hosts={spec.hosts}", f"hosts={spec.hosts + num_servers}")
+        lab = str(replace(spec, rates=spec.rates[:1] * (spec.hosts + num_servers)))
     names = ", ".join(benchmark.strategies)
     with open_lab(lab) as hosts, console.status(f"{names}: starting") as status:
         chosen = launch_arguments(workers + num_servers, hosts)
@@ -156,6 +157,7 @@ def _table(results: list[dict[str, Any]], title: str) -> Table:
     )
     for heading in ("", "ms", "%", "×", "sent", "stale"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=bool(heading))
+    # Those of the first run are the reference of all rows: other runs have other ranks.
     solo_s, first_s = results[0]["seconds"]["solo"], results[0]["seconds"][first]
     table.add_row("no exchange", f"{solo_s * 1e3:.2f}", "100%")
     for result in results:

@@ -109,6 +109,7 @@ def plan(
         meshes=meshes or memory is not None,
         memory_bytes=parse_memory(memory),
     )
+    # Imports torch, so it comes last: a mistake in the arguments is reported at once.
     from tutti.cli.plan.planning import run
 
     write_json(json_file, run(request.resolved()))

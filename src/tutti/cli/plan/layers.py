@@ -30,6 +30,7 @@ def layer_table(decisions: list[Decision], profile: Profile, workers: int) -> Ta
         table.add_column(heading, justify="right")
     for decision in decisions:
         shape = decision.shape
+        # Time and bytes in one cell, because twice as many columns would not fit.
         costs = [
             f"{format_time(decision.seconds[method])}\n{format_size(round(decision.sent_bytes[method]))}"
             for method in METHODS

@@ -36,6 +36,7 @@ from tutti.strategies import Strategy
 _MOST_ROWS = 20
 _MOST_SIMULATED_RANKS = 32
 """Strategies without a cost formula are simulated up to this many ranks; more send too many messages to wait for."""
+# Two have a link between them, and all ranks of one machine share the same memory.
 _MEASURED_RANKS = 2
 
 
@@ -67,8 +68,10 @@ def run(request: PlanRequest) -> dict[str, Any]:
     _show(planned.plan, console)
     for doubt in planned.doubts:
         console.print(f"[yellow]{doubt}[/]", highlight=False)
+    # For `--json`: how far the measurements can be trusted.
     measured = {"spread": None if spread is None else asdict(spread), "doubts": planned.doubts}
     written = {"subject": request.model, "cluster": planned.cluster.to_toml(), **measured, **planned.plan.as_dict()}
+    # Further answers, each where it was asked for.
     if request.per_layer:
         written["layers"] = _show_layers(request, planned, console)
     if request.meshes:
@@ -79,11 +82,14 @@ def run(request: PlanRequest) -> dict[str, Any]:
 
 
 def _make_plan(request: PlanRequest, console: Console) -> _Planned:
+    """Measure or read the cluster, measure a step of one worker, and predict every strategy."""
     with console.status("measuring links") as status:
+        # 1. The cluster: measured here, or read.
         cluster, doubts = _measure_cluster() if request.cluster == MEASURED else (Cluster.load(request.cluster), [])
         cluster = restricted_to(cluster, request.workers)
         # Before a step is measured, which takes seconds.
         cluster.place(request.workers)  # Refuses more ranks than the hosts have room for.
+        # 2. A step of one worker, without communication.
         status.update(f"measuring a step of {request.model}")
         measure = partial(profile_step, request.model, request.options, request.batch, request.input_shape)
         # On this machine workers share cores and slow each other down; hosts of a cluster have their own.
@@ -93,6 +99,7 @@ def _make_plan(request: PlanRequest, console: Console) -> _Planned:
         # The simulator is asked only where formulas do not hold, and only about the fastest few.
         status.update("predicting step times")
         simulated = partial(_simulate, profile, request.workers, cluster, status.update)
+        # 3. All strategies, by formula or simulated.
         made = plan(
             profiles,
             request.workers,
@@ -207,12 +214,14 @@ def _cells(prediction: Prediction) -> list[str]:
 
 
 def _show_layers(request: PlanRequest, planned: _Planned, console: Console) -> list[dict[str, Any]]:
+    """Print how Poseidon would exchange each layer; return the same as JSON types."""
     decisions = layers.decisions(planned.profile, request.workers, planned.cluster)
     console.print(layers.layer_table(decisions, planned.profile, request.workers))
     return layers.as_dicts(decisions, request.workers)
 
 
 def _show_meshes(request: PlanRequest, planned: _Planned, console: Console) -> dict[str, Any]:
+    """Predict all meshes of the workers, and print them; return them as JSON types."""
     loaded = load_model(request.model, request.options, request.batch, request.input_shape)
     args = TrainingPass.from_batch(loaded.model, loaded.batch, loaded.loss).args
     parts = ModelParts(loaded.model, args if len(args) > 1 else args[0])
@@ -231,6 +240,7 @@ def _show_meshes(request: PlanRequest, planned: _Planned, console: Console) -> d
 
 
 def _show_target_accuracy(request: PlanRequest, planned: _Planned, console: Console) -> list[dict[str, Any]]:
+    """Train the plan's choice and some others in virtual time, and print when each reaches the target."""
     target = request.target_accuracy
     assert target is not None
     config = TrainingConfig(
@@ -240,10 +250,11 @@ def _show_target_accuracy(request: PlanRequest, planned: _Planned, console: Cons
         epochs=request.epochs,
         batch_size=request.global_batch,
         until=target,
+        lr="auto",  # Each strategy with the rate that it needs, or stale updates would lose by the recipe's.
     )
     with console.status("training in virtual time") as status:
         reaches = time_to_accuracy(planned.plan, planned.profile, planned.cluster, config, status.update)
-    console.print(f"Time to a test accuracy of {target:.2%}", highlight=False)
+    console.print(f"Time to a test accuracy of {target:.2%}, each with the learning rate of --lr auto", highlight=False)
     console.print(target_accuracy.table(reaches))
     epochs = request.epochs or recipe(request.model).epochs
     console.print(target_accuracy.recommendation(reaches, target, epochs), highlight=False)

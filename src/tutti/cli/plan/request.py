@@ -71,6 +71,7 @@ class PlanRequest:
         batch, global_batch = self.batch, self.global_batch
         if self.target_accuracy is not None:
             made = recipe(self.model, **self.options)
+            # As given for a worker, as given for all workers, or the recipe's own, which is for all.
             global_batch = (self.workers * batch if batch is not None else global_batch) or made.batch_size
             # Made only for its checks, before anything is measured.
             GlobalBatches(len(made.data(self.data).train), global_batch, self.workers, seed=0)

@@ -63,6 +63,7 @@ def _shares(ranks: list[dict[str, float]], key: str) -> str:
 
 
 def _busiest_links(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return rows of the links that were in use longest, the first of them with the label of all."""
     links = sorted(summary["links"].items(), key=lambda item: -item[1]["busy_s"])
     label = "busiest links" if len(links) > 1 else "busiest link"
     rows = []

@@ -13,6 +13,8 @@ _NO_RESIDUAL = np.empty(0, np.float32)
 
 
 def onebit_encode(values: Tensor, residual: Tensor | None, table: GroupTable, scales: Tensor, codes: Tensor) -> None:
+    # A kernel is compiled for each combination of flags when it is first asked for, so that its inner loop has no
+    # branches for them. Later calls find it in a cache.
     loops.onebit_encode(residual is not None)(
         as_array(values), _or_empty(residual), *table.arrays, as_array(scales), as_array(codes)
     )
@@ -35,6 +37,7 @@ def quantize_decode(codes: Tensor, scales: Tensor, table: GroupTable, bits: int,
 
 
 def cast_encode(values: Tensor, residual: Tensor | None, codes: Tensor) -> None:
+    # The bits as int16, because NumPy has no bfloat16.
     cast_loops.cast_encode(codes.dtype == torch.float16, residual is not None)(
         as_array(values), _or_empty(residual), as_array(codes.view(torch.int16))
     )

@@ -66,6 +66,7 @@ def fp8_decode(codes: Tensor, scales: Tensor, table: GroupTable, out: Tensor, ad
 
 
 def _or_unused(residual: Tensor | None, values: Tensor) -> tuple[Tensor, bool]:
+    # Triton needs a tensor for every argument. Without feedback this one is never read.
     return (values, False) if residual is None else (residual, True)
 
 
@@ -112,6 +113,7 @@ def _is_finite(value):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _wanted(values, residual, FEEDBACK: tl.constexpr, start, inside, i):  # type: ignore[no-untyped-def]
+    """Load a group's values, with the residual added; lanes beyond the end hold 0."""
     wanted = tl.load(values + start + i, mask=inside, other=0.0)
     if FEEDBACK:
         wanted += tl.load(residual + start + i, mask=inside, other=0.0)
@@ -127,6 +129,7 @@ def _largest(wanted):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _put(out, decoded, ADD: tl.constexpr, inside):  # type: ignore[no-untyped-def]
+    """Store decoded values, or add them to what is there."""
     if ADD:
         decoded += tl.load(out, mask=inside, other=0.0)
     tl.store(out, decoded, mask=inside)
@@ -260,6 +263,7 @@ def _to_fp8(scaled):  # type: ignore[no-untyped-def]
     """
     bits = scaled.to(tl.int32, bitcast=True)
     key = bits & 0x7FFFFFFF
+    # 960 is 120 << 3, the difference of the biases at the place of e4m3's exponent. 0x7E is 448, the largest number.
     normal = tl.minimum(((key + 0x7FFFF + ((key >> 20) & 1)) >> 20) - 960, 0x7E)
     # From 2^14 on, float32 has steps of 2^-9, as e4m3 has below 2^-6.
     tiny = (tl.abs(scaled) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
@@ -268,6 +272,7 @@ def _to_fp8(scaled):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _from_fp8(code):  # type: ignore[no-untyped-def]
+    """Return the numbers of e4m3 codes, with their signs."""
     magnitude = code & 0x7F
     # The mantissa's 3 bits move up by 20; 0x3C000000 is 120 << 23, the difference of the exponents' biases.
     normal = ((magnitude << 20) + 0x3C000000).to(tl.float32, bitcast=True)

@@ -86,10 +86,12 @@ def onebit_decode(add: bool) -> Callable[..., None]:
         for group in range(len(starts)):
             start, size = starts[group], stops[group] - starts[group]
             source = payload[offsets[group] : offsets[group + 1]]
+            # One table look-up and one 64-bit store spread the eight bits of a byte over eight bytes.
             for i in range(len(source)):
                 flags64[i] = _FLAGS_OF_BYTE[source[i]]
             low, high = scales[2 * group], scales[2 * group + 1]
             target = out[start : start + size]
+            # Two loops instead of a choice within one: each of them is a plain pass that the compiler can vectorise.
             if add:
                 for i in range(size):
                     target[i] += high if flags[i] else low
@@ -156,6 +158,7 @@ def quantize_encode(bits: int, feedback: bool) -> Callable[..., None]:
             if feedback and np.isfinite(scale):
                 for i in range(size):
                     residual_part[i] = wanted[i] - (np.float32(codes32[i]) - middle) * down
+            # Padding of the last byte, so that equal values give equal packets.
             for i in range(size, (size + per_byte - 1) // per_byte * per_byte):
                 codes32[i] = 0
             target = payload[offsets[group] : offsets[group + 1]]
@@ -192,6 +195,8 @@ def quantize_decode(bits: int, add: bool) -> Callable[..., None]:
                     codes[i] = source[i]
             else:
                 for i in range(len(source)):
+                    # The first value is in the lowest bits of a byte. Behind the last value of a group, codes are
+                    # padding.
                     for part in range(per_byte):
                         codes[per_byte * i + part] = (source[i] >> np.uint8(bits * part)) & mask
             target = out[start : start + size]

@@ -12,6 +12,7 @@ def onebit_encode(values: Tensor, residual: Tensor | None, table: GroupTable, sc
         high = wanted > 0
         count = int(high.sum())
         above, below = wanted[high].sum(), wanted[~high].sum()
+        # Each sign is decoded to the mean of its values, the nearest single number in the sense of least squares.
         scales[2 * group] = below / (stop - start - count) if count < stop - start else 0.0
         scales[2 * group + 1] = above / count if count else 0.0
         decoded = torch.where(high, scales[2 * group + 1], scales[2 * group])
@@ -67,6 +68,7 @@ def fp8_encode(values: Tensor, residual: Tensor | None, table: GroupTable, scale
         key = (wanted.view(torch.int32) & 0x7FFFFFFF).max().reshape(1)
         scale = scales[group] = key.view(torch.float32)[0]
         usable = bool(torch.isfinite(scale) and scale > 1e-35)
+        # 448 is the largest finite number of float8_e4m3fn, so the group's largest magnitude maps onto it.
         scaled = wanted * (448.0 / scale) if usable else torch.zeros_like(wanted)
         code = scaled.clamp(-448, 448).to(torch.float8_e4m3fn)
         # A group whose scale is too small to divide by is sent as zeros, and stays in the residual as a whole.
@@ -131,6 +133,7 @@ def _store_residual(residual: Tensor | None, start: int, stop: int, error: Tenso
 
 
 def _put(target: Tensor, decoded: Tensor, add: bool) -> None:
+    """Store decoded values, or add them to those that are there."""
     if add:
         target += decoded
     else:

@@ -86,6 +86,7 @@ def golomb_encode(symbols, order, out):  # type: ignore[no-untyped-def]
     """
     buffer, filled, size = np.uint64(0), 0, 0
     for number in range(len(symbols)):
+        # Raised so that every number has its leading one at bit `order` or above: that bit is not written.
         raised = np.uint64(symbols[number] + (np.int64(1) << np.int64(order)))
         bits = order
         while raised >> np.uint64(bits + 1):
@@ -174,5 +175,6 @@ def draw(numel, seed, indices):  # type: ignore[no-untyped-def]
             over -= count
             size += 1
         drawn = np.int64(noise(np.uint32(seed), number) * np.float32(size))
+        # The product may be rounded up to `size` itself in a very long stretch.
         indices[number] = start + min(drawn, size - 1)
         start += size

@@ -71,9 +71,12 @@ class GatheredSum(CompressedSum):
         return join(packet, exact)
 
     def _add_up(self, messages: list[Tensor], values: Tensor, exact: Tensor) -> None:
+        """Overwrite `values` and `exact` with the means of what all ranks sent, added in the order of ranks."""
         if values.is_meta:
             return
         pieces = [split(message, exact) for message in messages]
+        # Only after `encode` has taken them: from here on `values` holds the mean. It also holds this rank's own
+        # packet as decoded, like all others', so that every rank adds the same numbers and gets the same bits.
         values.zero_()
         for number, (packet, numbers) in enumerate(pieces):
             self.codec.decode(packet, values, add=True, scale=1 / self.context.divisor)

@@ -108,5 +108,6 @@ class TwoPhaseSum(CompressedSum):
             self.codec.decode(packet, values[part], groups=groups, add=True)
             exacts[piece].add_(exact)
         else:
+            # The division is part of decoding (`scale`), which saves a pass over the values. Exact values are few.
             self.codec.decode(packet, values[part], groups=groups, scale=1 / self.context.divisor)
             torch.div(exact, self.context.divisor, out=exacts[piece])

@@ -89,6 +89,7 @@ class LabSpec:
         given = {key.strip(): value.strip() for key, _, value in pairs}
         mistakes = [f"unknown '{key}' (known: {', '.join(_KEYS)})" for key in given if key not in _KEYS]
         keys = [key.strip() for key, _, _ in pairs]
+        # Looked up in the list, because a dict keeps only the last of two.
         mistakes += [f"'{key}' is given twice" for key in given if keys.count(key) > 1]
         rate = given.get("rate", "1gbit").split("/")
         counts = (given.get("hosts", "2"), given.get("ranks", "1"))
@@ -129,6 +130,7 @@ class Lab:
         if (lacking := missing()) is not None:
             raise ConfigError(lacking)
         self.spec = spec
+        # Process and counter: two labs of one process, or of two, never have the same name.
         self.name = name if name is not None else f"lab{os.getpid()}.{next(_counter)}"
         if not re.fullmatch(NAME, self.name):
             raise ConfigError(f"a lab's name is up to 64 letters, digits, '.', '_' and '-'; got '{self.name}'.")
@@ -179,6 +181,7 @@ def _checked(
     """Build a `LabSpec` from unchecked values; raise one `ConfigError` with every mistake."""
     hosts = _whole(counts[0], "hosts", MAX_HOSTS, mistakes)
     ranks = _whole(counts[1], "ranks per host", None, mistakes)
+    # Everything is looked at before anything is raised, so that the user sees all mistakes at once.
     numbers, latency_s = [], 0.0
     for rate in rates:
         try:
@@ -196,14 +199,17 @@ def _checked(
         mistakes.append(str(error).rstrip("."))
     if mistakes or hosts is None or ranks is None:
         raise ConfigError(f"invalid lab: {'; '.join(mistakes)}. Write it {FORM}.")
+    # One rate for all hosts is repeated; one for each is taken as it is.
     return LabSpec(rates=tuple(numbers * (hosts // len(numbers))), latency_s=latency_s, ranks_per_host=ranks)
 
 
 def _whole(value: str | int, what: str, most: int | None, mistakes: list[str]) -> int | None:
+    """Return a whole number from 1 to `most`, or None after a note in `mistakes`."""
     try:
         number = int(value)
     except ValueError:
         number = 0
+    # 1.5 is no number of hosts, though `int` would take it.
     if not isinstance(value, str) and number != value:
         number = 0
     if number < 1 or (most is not None and number > most):

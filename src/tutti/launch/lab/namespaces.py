@@ -30,6 +30,7 @@ FOLDER = Path("/run/netns")
 _FILES = Path("/etc/netns")
 """Folder whose subfolder NAME holds files that replace those of /etc in that namespace, as iproute2 defines."""
 
+# From the kernel's headers: linux/sched.h, linux/mount.h and linux/capability.h.
 _CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
 _MS_BIND, _MS_REC, _MS_SLAVE = 0x1000, 0x4000, 0x80000
 _MNT_DETACH = 2

@@ -24,6 +24,8 @@ from tutti.launch.lab import namespaces
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 """Pattern of valid names of labs."""
 
+# Such as "tutti-NAME-PID-STARTED-host3". A name may itself hold hyphens and digits: as the first group is greedy, the
+# last two numbers are always those of the process.
 _NAMESPACE = re.compile(rf"tutti-({NAME})-(\d+)-(\d+)-(switch|host\d+)")
 
 _LOCK = Path("/run/tutti-lab.lock")
@@ -60,6 +62,7 @@ class Claim:
     def namespaces(self) -> list[str]:
         """Names of its namespaces that exist, the switch last."""
         mine = [name for name in namespaces.names() if _owner(name) == self]
+        # By length before alphabet, so that host10 comes after host9.
         return sorted(mine, key=lambda name: (name == self.switch, len(name), name))
 
     def owner(self) -> str:
@@ -115,6 +118,7 @@ def _owner(namespace: str) -> Claim | None:
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
+    """Hold the machine's lock on starting labs while the context lasts. Raises `DeadlineExceeded`."""
     deadline = time.monotonic() + _LOCK_S
     with _LOCK.open("w") as file:
         while True:
@@ -128,4 +132,5 @@ def _one_at_a_time() -> Iterator[None]:
                         f"another lab has been starting for {_LOCK_S:g} s; see who holds {_LOCK}."
                     ) from None
                 time.sleep(0.01)
+        # The lock ends with the file, when the context is left.
         yield

@@ -56,6 +56,7 @@ class ProcessPlacement:
             **({} if name is None else {HOST: name}),
             "RANK": str(rank),
             "WORLD_SIZE": str(self.num_workers),
+            # Ranks fill one host after the other, as torchrun numbers them.
             "LOCAL_RANK": str(rank % self.ranks_per_host),
             "LOCAL_WORLD_SIZE": str(self.ranks_per_host),
             "MASTER_ADDR": self.address,
@@ -77,6 +78,7 @@ def here(workers: int) -> ProcessPlacement:
 
 
 def _listener(address: str) -> socket.socket:
+    """Listen on a free port of the address, in the network namespace of the calling thread."""
     listener = socket.socket()
     listener.bind((address, 0))
     listener.listen(4096)

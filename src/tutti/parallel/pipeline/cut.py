@@ -48,6 +48,7 @@ def balanced_cut(
                     best[stage][stop], begins[stage][stop] = slowest, start
     if best[num_stages][num_layers] == float("inf"):
         return None
+    # Walk back from the last stage to the first along the recorded beginnings.
     ranges, stop = list[LayerRange](), num_layers
     for stage in range(num_stages, 0, -1):
         start = begins[stage][stop]
@@ -127,6 +128,7 @@ def balanced_cut_within(
     # Eighths are fine enough in practice, and few: for two stages per rank there are 7 divisions, for three 21.
     for ends in combinations(range(1, 8), stages_per_rank - 1):
         shares = [limit_bytes * (stop - start) // 8 for start, stop in pairwise([0, *ends, 8])]
+        # Stage s is number s // num_ranks of its rank, and gets the share of that number.
         ranges = balanced_cut(seconds, num_stages, memory, [shares[stage // num_ranks] for stage in range(num_stages)])
         if ranges is not None:
             fitting.append((max(sum(seconds[start:stop]) for start, stop in ranges), ranges))

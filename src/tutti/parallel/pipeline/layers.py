@@ -22,6 +22,7 @@ def sequential_layers(model: nn.Module, example: Any) -> Layers:
 
 def is_sequential(model: nn.Module) -> bool:
     """Whether a model runs its children one after the other, as an `nn.Sequential` does."""
+    # The class is not enough: a subclass with a `forward` of its own may do anything with its children.
     return type(model).forward is nn.Sequential.forward and len(model._modules) > 0
 
 
@@ -30,6 +31,7 @@ def check_no_shared_parameters(layers: Layers) -> None:
     owner: dict[int, str] = {}
     for name, layer in layers:
         for key, parameter in layer.named_parameters():
+            # Modules within one layer may share a parameter, since a layer is never cut.
             if (other := owner.setdefault(id(parameter), name)) != name:
                 raise ConfigError(
                     f"layers '{other}' and '{name}' share the parameter '{key}', and could be in different stages. "

@@ -96,8 +96,10 @@ class _TimedRun:
         roots = [tensor for tensor in outputs if tensor.requires_grad]
         if roots and leaves:
             # `grad` and not `backward`: the parameters' own gradients must stay as they are.
+            # Ones will do: the time of a backward pass does not depend on the values.
             torch.autograd.grad(roots, leaves, [torch.ones_like(root) for root in roots], allow_unused=True)
         self.forward_s, self.backward_s = middle_s - start_s, _synchronised_now(now, inputs) - middle_s
+        # Without the graph, so that what the layer kept for its backward pass is freed before the next one runs.
         self.outputs = tuple(tensor.detach() for tensor in outputs)
 
 

@@ -12,6 +12,7 @@ from tutti.replica.samples import num_rows
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     """Return the microbatches of a batch: its tensors, nested or not, are cut alike along their first dimension."""
     rows = num_rows(batch)
+    # Of equal size, because the loss of the batch is the plain mean over microbatches.
     if rows % num_microbatches or not rows:
         raise ConfigError(
             f"a batch of {rows} samples does not divide into {num_microbatches} microbatches of equal size. Choose a "
@@ -22,4 +23,5 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
 
 
 def _rows(batch: Any, start: int, stop: int) -> Any:
+    # Slices are views: the microbatches lie in the memory of the batch.
     return tree_map_only(Tensor, lambda tensor: tensor[start:stop], batch)

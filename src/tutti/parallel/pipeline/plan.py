@@ -43,6 +43,7 @@ class PipelinePlan:
         for actions in self.actions_by_rank:
             for action in actions:
                 message = action.output_message(self.num_stages)
+                # Stages of one rank hand their tensors over without a message.
                 if message is not None and self.sender(message) != self.receiver(message):
                     yield message
 

@@ -102,6 +102,8 @@ def _one_forward_one_backward(rank: int, num_ranks: int, num_microbatches: int) 
     # more microbatches under way until the gradient of its first one has come back.
     num_warmup = min(num_ranks - 1 - rank, num_microbatches)
     yield from _passes("F", rank, num_warmup)
+    # Steady state: one new microbatch begins and the oldest one ends, so at most `num_warmup` + 1 are live. When none
+    # is left to begin, the remaining backward passes follow.
     for microbatch in range(num_microbatches):
         if microbatch + num_warmup < num_microbatches:
             yield Action("F", rank, microbatch + num_warmup)

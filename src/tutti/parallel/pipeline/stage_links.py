@@ -119,6 +119,7 @@ class StageLinks(ABC):
         last = self._plan.num_ranks - 1
         if loss is None:
             # Also a barrier: the last rank has a loss only when all ranks have begun this step (see the module's text).
+            # Of a fixed dtype, float64: receivers do not know that of the user's loss.
             loss = torch.empty((), dtype=torch.float64, device=self._loss_device)
             self.transport.irecv(loss, last).wait()
         else:
@@ -159,6 +160,7 @@ class MessageLinks(StageLinks):
         # Counted over all messages of the plan, which both ends list in the same order. A tag is used again in the next
         # step: messages of one sender and tag arrive in the order in which they were sent.
         first_tags = accumulate((len(plan.shapes(message)) for message in plan.messages()), initial=1)
+        # Not strict: `initial` gives the tags one entry more than there are messages.
         self._first_tags = dict(zip(plan.messages(), first_tags, strict=False))
 
     def send(self, message: StageMessage, tensors: Sequence[Tensor]) -> None:

@@ -77,6 +77,7 @@ def protect_inputs(module: nn.Module, values: Tensors) -> Tensors:
 
     autograd does not allow in-place changes of leaves that require gradients.
     """
+    # Only the first layer sees the inputs themselves. Later ones change, at most, what this stage has computed.
     first = next(iter(module.children()), module)
     if not any(getattr(layer, "inplace", False) for layer in first.modules()):
         return values

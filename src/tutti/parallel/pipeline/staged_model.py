@@ -69,8 +69,10 @@ class StagedModel:
         num_stages = transport.size * settings.num_stages_per_rank
         actions = actions_by_rank(settings.schedule, transport.size, settings.num_stages_per_rank, num_microbatches)
         microbatch = split_batch(example, num_microbatches)[0]
+        # 1. Layers, and what each costs: the same on all ranks of the world.
         layers = _find_layers(model, microbatch, world_transport)
         costs = _shared_costs(layers, microbatch, world_transport)
+        # 2. The cut: layers to stages, such that the slowest stage is as fast as possible.
         # How many activations a stage keeps depends on the schedule and on its place in it, so memory is known per
         # stage.
         num_live = [max_live_microbatches(actions[stage % transport.size], stage) for stage in range(num_stages)]
@@ -78,6 +80,7 @@ class StagedModel:
         stage_costs = [_sum(costs[start:stop]) for start, stop in ranges]
         self.plan = PipelinePlan(actions, stage_costs, num_microbatches, num_rows(example))
         """The stages, and the actions of each rank."""
+        # 3. This rank's stages.
         self.local_stages = {
             index: StageModule(layers[start:stop])
             for index, (start, stop) in enumerate(ranges)
@@ -86,6 +89,7 @@ class StagedModel:
         """The stages of this rank, by number."""
         self.cut = [stop - start for start, stop in ranges]
         """Number of layers of each stage."""
+        # 4. Free what other ranks hold.
         users = _users(model, layers, ranges, transport.size)
         self._owners = {tensor: min(ranks) for tensor, ranks in users.items()}
         """The rank that sends each parameter and buffer to the others; several stages may share a buffer."""
@@ -102,6 +106,7 @@ class StagedModel:
         try:
             yield
         finally:
+            # Also drops what was changed in tensors of other ranks: only the owner's tensors count.
             self._free_remote()
 
     def close(self) -> None:
@@ -154,6 +159,7 @@ class StagedModel:
         """Send a tensor from its owner to all other ranks, in the same order on every rank."""
         if self._transport.rank == root:
             others = [rank for rank in range(self._transport.size) if rank != root]
+            # All sends are started before any is waited for, so that the ranks receive at the same time.
             for work in [self._transport.isend(tensor.detach(), rank) for rank in others]:
                 work.wait()
         else:
@@ -215,6 +221,7 @@ def _cut(costs: list[LayerCost], settings: Pipeline, num_live: list[int], num_ra
         return ranges
     seconds = [cost.seconds for cost in costs]
     if not any(seconds):  # In virtual time, layers without matrix products take none.
+        # One more than the bytes, so that layers without parameters weigh something too.
         seconds = [1.0 + cost.parameter_bytes for cost in costs]
     if limit_bytes is None:
         best = balanced_cut(seconds, num_stages)
@@ -267,6 +274,8 @@ def _on_devices(
 ) -> dict[str, Any]:
     """Move the optimiser state of another rank's parameter to the devices on which this rank keeps such state."""
     return {
+        # Where this rank has no such state itself: state of the parameter's shape, such as momentum, goes to the
+        # parameter's device, and the rest, such as a step count, stays where it was.
         key: value.to(devices.get(key, parameter.device if value.shape == shape else value.device))
         if isinstance(value, Tensor)
         else value

@@ -102,6 +102,7 @@ class PipelineStep:
                 for upcoming in actions[index : index + 2]:
                     self._request_input(upcoming)
                 self._perform(action, batches, losses)
+        # A sum, not a mean: each loss was divided by the number of microbatches already.
         loss = self._links.end_step(torch.stack(losses).sum().double() if losses else None)
         # The model's own forward was not called, so the samples of the batch are counted here.
         self._replica.contribution.forward((inputs,), {})
@@ -136,6 +137,8 @@ class PipelineStep:
         elif action.kind == "W":
             runner.backward_weights(microbatch)
         else:
+            # Both return the gradient of the stage's input, which the stage before waits for. "W", above, has no
+            # output.
             backward = runner.backward if action.kind == "B" else runner.backward_inputs
             output = backward(microbatch, None if self._is_last(action.stage) else values)
         self._spans.append(ActionSpan(self._rank, action.kind, action.stage, microbatch, start_s, transport.now()))

@@ -70,6 +70,7 @@ def simulate_schedule(
     num_stages = 1 + max(action.stage for actions in actions_by_rank for action in actions)
     done: dict[Action, float] = {}
     spans: list[ActionSpan] = []
+    # Of each rank: the end of its last action in seconds, and the index of its next one.
     clocks, next_of = [0.0] * len(actions_by_rank), [0] * len(actions_by_rank)
     while any(number < len(actions) for number, actions in zip(next_of, actions_by_rank, strict=True)):
         progressed = False
@@ -81,6 +82,7 @@ def simulate_schedule(
                 # a deadlock.
                 if not all(dependency in done for dependency in dependencies):
                     break
+                # Only another stage's output has to travel; what the same stage made is on this rank.
                 ready = [
                     done[dependency] + (message_s if dependency.stage != action.stage else 0.0)
                     for dependency in dependencies

@@ -34,6 +34,8 @@ def traced_layers(model: nn.Module, example: Any) -> list[tuple[str, nn.Module]]
     """
     args = example if isinstance(example, tuple) else (example,)
     graph = _export(model, args).graph
+    # 1. Number all values in the order in which they are computed. Parameters and buffers (`get_attr` nodes) are left
+    # out: the layer that uses one holds it, so they are never sent.
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     (output,) = graph.find_nodes(op="output")
@@ -41,7 +43,9 @@ def traced_layers(model: nn.Module, example: Any) -> list[tuple[str, nn.Module]]
     _refuse_values(model, results)
     position = {node: index for index, node in enumerate([*inputs, *nodes])}
     position[output] = len(position)
+    # 2. Find the last reader of each value; -1 if nothing reads it.
     last_use = {node: max((position.get(user, -1) for user in node.users), default=-1) for node in position}
+    # 3. Cut.
     # Operators of one module stay together: a module is the smallest part that users know, and cutting inside it would
     # send more values.
     groups = [list(group) for _, group in groupby(nodes, _module_of)]
@@ -96,6 +100,8 @@ class _TracedLayer(nn.Module):
         """
         module = model.get_submodule(path)
         inside = set(group)
+        # What the operators take from outside, and what others take from them. Parameters do not count: the layer
+        # holds them.
         inputs = {
             source
             for node in group
@@ -103,6 +109,7 @@ class _TracedLayer(nn.Module):
             if source not in inside and source.op != "get_attr"
         }
         outputs = [node for node in group if any(user not in inside for user in node.users)]
+        # A module with one tensor in and one out can be called as it is.
         leaf = not list(module.children()) and len(inputs) == len(outputs) == 1
         if leaf and type(module).__module__.startswith("torch.nn") and not isinstance(module, nn.RNNBase):
             key = path.replace(".", "/")
@@ -150,7 +157,7 @@ def _export(model: nn.Module, args: tuple[Any, ...]) -> fx.GraphModule:
     except Exception as error:  # torch.export raises errors of many kinds, all about the model.
         raise ConfigError(
             f"the model cannot be traced, so no cut into stages can be found: {_line_of(error)}"
-            f"{str(error).strip().splitlines()[0]} Make it an nn.Sequential, or change that line."
+            f"{str(error).strip().partition(chr(10))[0]} Make it an nn.Sequential, or change that line."
         ) from error
 
 

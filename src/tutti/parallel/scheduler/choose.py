@@ -31,6 +31,7 @@ def balance_loads(loads: list[float], relative_times: np.ndarray) -> list[list[i
     """
     ends = np.zeros(len(relative_times))
     shares: list[list[int]] = [[] for _ in relative_times]
+    # `sorted` is stable and `argmin` returns the first of equals, so all ranks decide alike.
     for index in sorted(range(len(loads)), key=lambda index: -loads[index]):
         would_end = ends + loads[index] * relative_times
         rank = int(would_end.argmin())

@@ -44,10 +44,12 @@ class Factorisation(BlockProblem):
         self._known = self._values.repeat(2)[order]
         self._counts = torch.bincount(entry_blocks.view(-1), minlength=self.num_blocks)
         self._starts = torch.cumsum(self._counts, 0) - self._counts
+        # Products w·h of such rows have the variance 1/r, whatever the rank.
         generator = torch.Generator().manual_seed(seed)
         self.factors = torch.randn(self.num_blocks, rank, generator=generator, dtype=self._values.dtype) / rank**0.5
         """The rows of W, then those of H; the same on every rank."""
         broadcast_all([self.factors], transport)
+        # The errors are divided between ranks, though every rank has all factors.
         local = parts(len(rows), transport.size)[transport.rank]
         self._local_entries = entry_blocks[:, local], self._values[local]
         """The entries whose errors this rank adds to the objective."""
@@ -63,11 +65,13 @@ class Factorisation(BlockProblem):
         left = self._identity.repeat(len(mine), 1, 1).index_add_(0, owners, products)
         right = torch.zeros(len(mine), self.width, dtype=results.dtype)
         right.index_add_(0, owners, others * self._known[entries, None])
+        # λ > 0 makes every system positive definite, also that of a block without entries.
         results[mine] = torch.linalg.solve(left, right)
         return results
 
     def pull(self, blocks: Tensor, results: Tensor) -> Tensor:
         changes = (results - self.factors[blocks]).abs().amax(1)
+        # The sum over ranks is the row itself: one rank computed it and the others left zeros.
         self.factors[blocks] = results
         return changes
 
@@ -95,6 +99,7 @@ class Factorisation(BlockProblem):
         return depends
 
     def loads(self, blocks: Tensor) -> Tensor:
+        # The products h hᵀ of all entries, and about r³ for the solution.
         return 2.0 * self.width**2 * self._counts[blocks] + self.width**3
 
     def _entries_of(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,6 +107,7 @@ class Factorisation(BlockProblem):
         counts = self._counts[blocks]
         owners = torch.repeat_interleave(torch.arange(len(blocks)), counts)
         before = torch.cumsum(counts, 0) - counts
+        # An entry lies at the start of its block in the sorted order, plus its place within the block.
         return torch.arange(len(owners)) + (self._starts[blocks] - before)[owners], owners
 
 

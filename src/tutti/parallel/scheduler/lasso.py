@@ -60,18 +60,23 @@ class Lasso(BlockProblem):
         self._num_searches = 0
 
     def push(self, blocks: Tensor, mine: Tensor) -> Tensor:
+        # Kept for the `pull` of this round, which needs the same rows.
         self._selected = self._features[blocks]
         return (self._selected @ self._residual)[:, None]
 
     def pull(self, blocks: Tensor, results: Tensor) -> Tensor:
         before, squares = self.coefficients[blocks], self._squares[blocks]
+        # The summed results are x·r over all samples. With its own share added back, this is the correlation of a
+        # feature with what the other features leave unexplained.
         unpenalised = results[:, 0] + squares * before
         # Soft threshold: the minimum over one coefficient, with the others fixed.
         after = torch.sign(unpenalised) * (unpenalised.abs() - self.penalty).clamp(min=0) / squares
         change = after - before
         self.coefficients[blocks] = after
         self._residual.addmv_(self._selected.t(), change, alpha=-1)
+        # 0 where the coefficient is not 0: any drift moves such a one.
         self._slack[blocks] = (self.penalty - unpenalised.abs()).clamp(min=0) / squares.sqrt()
+        # In units of the prediction, not of the coefficient, so that features of different scales compare.
         return change.abs() * squares.sqrt()
 
     def urgency_increments(self, blocks: Tensor, changes: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,6 +89,7 @@ class Lasso(BlockProblem):
         drifts = np.concatenate(
             [similarity * change for (_, similarity), change in zip(found, changes[indices].tolist(), strict=True)]
         )
+        # A block may be correlated with several that changed: its drifts add up.
         distinct, inverse = np.unique(neighbours, return_inverse=True)
         drift = np.bincount(inverse, drifts, minlength=len(distinct))
         # Drift uses up the slack first; only what exceeds it can move a coefficient away from 0.

@@ -208,7 +208,10 @@ def _interleave(in_turn: list[int], urgent: list[int], num_in_turn: int, max_blo
     others = iter(dict.fromkeys(urgent))
     turn = iter(in_turn)
     for index in range(max_blocks):
+        # Evenly spread: a turn comes wherever the running count `index * num_in_turn / max_blocks` passes an integer.
         is_turn = index * num_in_turn // max_blocks < (index + 1) * num_in_turn // max_blocks or index == 0
+        # When the urgent ones are used up, the first block in turn stands in. It was chosen at index 0, so nothing is
+        # added.
         chosen.setdefault(next(turn if is_turn else others, in_turn[0]))
     for block in turn:
         if len(chosen) == max_blocks:

@@ -44,6 +44,7 @@ class SimHash:
 
 def _similarity(differing: list[np.ndarray]) -> np.ndarray:
     """Return similarities from words in which the differing bits are set."""
+    # uint16, since all 256 bits may differ.
     num_bits = np.zeros(differing[0].shape, dtype=np.uint16)
     for word in differing:
         num_bits += np.bitwise_count(word)

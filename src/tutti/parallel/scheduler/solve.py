@@ -116,6 +116,7 @@ def solve(
         )
     runner = _RoundRunner(problem, transport, scheduler or Scheduler())
     points = [runner.point()]
+    # The objective is a collective sum over all data, so it is computed between groups of rounds only.
     while runner.rounds < rounds and points[-1].objective > target:
         for _ in range(min(report_every, rounds - runner.rounds)):
             runner.round()

@@ -60,6 +60,7 @@ class GatherFallbackMode(TorchFunctionMode):
         if name in ("dropout", "dropout_") and isinstance(args[0] if args else kwargs.get("input"), DTensor):
             return self._dropout(func, args, kwargs)
         if needs_gather(name, args, kwargs) or (in_place and _writes_to_plain_tensor(args, kwargs)):
+            # `loss.item()` and the like need all values by nature: no warning can help there.
             if name not in VALUE_READS and any(map(is_sharded, tree_leaves((args, kwargs)))):
                 self._warn(name, "it needs all of it")
             return self._gathered_in_place(func, args, kwargs) if in_place else self._gathered(func, args, kwargs)
@@ -71,9 +72,10 @@ class GatherFallbackMode(TorchFunctionMode):
             return func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
             # An in-place function is not tried again: it would change the gathered copy.
+            # Neither is an error of Tutti, such as a lost rank: it is no refusal by DTensor.
             if isinstance(error, TuttiError) or not _has_dtensors((args, kwargs)) or is_in_place(func, args, kwargs):
                 raise
-            self._warn(getattr(func, "__name__", str(func)), str(error).splitlines()[0])
+            self._warn(getattr(func, "__name__", str(func)), str(error).partition("\n")[0])
         return self._gathered(func, args, kwargs)
 
     def _gathered(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -93,6 +95,8 @@ class GatherFallbackMode(TorchFunctionMode):
         if not isinstance(target, DTensor):
             return self._gathered(func, args, kwargs)
         if "out" in kwargs or isinstance(target.placements[0], Partial):
+            # `ShardedModel` recognises this error by its words (`is_sharding_error`), and adds the layer and the
+            # remedy.
             raise RuntimeError(f"'{func.__name__}' changes all of a DTensor that is sharded over ranks.")
         args, kwargs = to_full_tensors((args, kwargs))
         full = args[0].clone()  # The full tensor of a replicated target is the target's own memory.
@@ -123,6 +127,7 @@ class GatherFallbackMode(TorchFunctionMode):
 
     def _location(self) -> str:
         """Return the innermost named module on the call stack."""
+        # Read from the call stack, only when a warning is due: hooks on all modules would cost time in every pass.
         frame = sys._getframe(1)
         while frame is not None and frame.f_back is not None:
             module = frame.f_locals.get("self")
@@ -158,6 +163,7 @@ def _refuse_lost_change(name: str, x: Any) -> None:
     """Refuse an in-place change of a view that is a copy here: for one process it would change the base as well."""
     if not isinstance(x, DTensor):
         return
+    # A view normally lies in the memory of its base. After a redistribution it has memory of its own.
     base = x._base if x._is_view() else None
     is_copy = isinstance(base, DTensor) and _storage(x._local_tensor) != _storage(base._local_tensor)
     if is_copy or hasattr(x, "_is_gathered_view") or hasattr(base, "_is_gathered_view"):
@@ -165,4 +171,5 @@ def _refuse_lost_change(name: str, x: Any) -> None:
 
 
 def _storage(x: Tensor) -> int:
+    # Sparse tensors have no storage that a view could share.
     return 0 if x.is_sparse else x.untyped_storage().data_ptr()

@@ -31,20 +31,28 @@ Undo = Callable[[], None]
 
 @register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu.default)
 def _attention(query: Any, *_: Any, attn_mask: Any = None, **__: Any) -> Any:
+    """Attention on the CPU: heads are independent of each other, so they may be sharded."""
     mask = [Replicate()] if attn_mask is not None else []
     # Dimension 1 is that of the heads, which are independent of each other.
+    # Outputs: the result and its log-sum-exp. Inputs: query, key and value, then dropout_p and is_causal, which are
+    # no tensors.
     return [([placement] * 2, [*[placement] * 3, None, None, *mask]) for placement in (Replicate(), Shard(1))]
 
 
 @register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
 def _attention_backward(grad: Any, *_: Any, attn_mask: Any = None, **__: Any) -> Any:
+    """The backward pass of `_attention`, with the same shards."""
     mask = [Replicate()] if attn_mask is not None else []
+    # Outputs: the gradients of query, key and value. Inputs: that of the result, the three, the result, its
+    # log-sum-exp.
     return [([placement] * 3, [*[placement] * 6, None, None, *mask]) for placement in (Replicate(), Shard(1))]
 
 
 @register_sharding(_aten.avg_pool2d_backward.default)
 def _avg_pool_backward(grad: Any, x: Any, *options: Any) -> Any:
+    """Average pooling mixes no channels, so these may be sharded."""
     channels = Shard(len(x.shape) - 3)
+    # Counted from the end, since a batch dimension may be missing: channels, height, width.
     return [([placement], [placement, placement, *[None] * len(options)]) for placement in (Replicate(), channels)]
 
 
@@ -54,6 +62,7 @@ def parallelise(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> Un
         return _replace_forward(module, _convolution_forward(module, style, mesh))
     if style == "heads":
         return _replace_forward(module, _fused_attention_forward(module, mesh))
+    # Linear and embedding layers compute on sharded weights as they are. Only their input or output needs a layout.
     if style == "colwise":
         return module.register_forward_pre_hook(_replicate_arguments).remove
     return module.register_forward_hook(lambda _, __, output: _all_reduced(output, mesh)).remove
@@ -63,6 +72,8 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> Undo:
     """Let a module without split layers compute on plain tensors, the same on every rank."""
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        # Gathered first where it is sharded: the module knows nothing of shards, and would take one for the whole
+        # tensor.
         return tree_map_only(DTensor, lambda x: _redistributed(x, Replicate()).to_local(), (args, kwargs))
 
     def after(_: nn.Module, __: Any, output: Any) -> Any:
@@ -104,6 +115,7 @@ def _convolution_forward(module: Any, style: ParallelStyle, mesh: DeviceMesh) ->
     """Return a forward pass on local tensors: DTensor has no sharding by channels for convolutions."""
 
     def colwise(x: Tensor) -> Tensor:
+        # Counted from the end, since a batch dimension may be missing.
         channel_dim = x.dim() - len(module.kernel_size) - 1
         local = module._conv_forward(_replicated_input(x), module.weight, module.bias)
         output = _sharded_output(local, Shard(channel_dim), mesh, module.out_channels)
@@ -143,6 +155,7 @@ def _sharded_output(local: Tensor, placement: Any, mesh: DeviceMesh, size: int) 
     local = local.contiguous()
     # Given explicitly: from an uneven shard, DTensor would compute another shape.
     shape = torch.Size(size if dim == placement.dim else length for dim, length in enumerate(local.shape))
+    # The strides of a contiguous tensor of the full shape, which need no memory on the meta device.
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
 
@@ -168,6 +181,7 @@ def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> 
     module.forward = forward
 
     def undo() -> None:
+        # Deletes the instance's attribute, after which the class's own method is found again.
         del module.forward
 
     return undo

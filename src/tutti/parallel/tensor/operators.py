@@ -73,7 +73,9 @@ _IN_PLACE_DUNDERS = frozenset({
 def needs_gather(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether an operator must be computed on the full tensors of its arguments."""
     dtensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+    # `relu_` counts as `relu`. Dunder names end with underscores of their own.
     bare = name if name.startswith("__") else name.removesuffix("_")
+    # `dropout_p` is its fifth argument.
     # Attention with dropout draws random numbers.
     drops = name == "scaled_dot_product_attention" and kwargs.get("dropout_p", args[4] if len(args) > 4 else 0)
     if bare in VALUE_READS or bare in _RANDOM or drops:
@@ -83,6 +85,7 @@ def needs_gather(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
     if bare in _ON_ANY_SHARDS:
         vectors = "matmul" in bare and any(x.dim() < 2 for x in dtensors)
         return vectors or any(isinstance(x.placements[0], Partial) for x in dtensors)
+    # What is not listed was not tested: it is gathered as soon as it takes a DTensor.
     return bool(dtensors) if bare not in _ON_EQUAL_SHARDS else not all(_has_equal_shards(x) for x in dtensors)
 
 
@@ -92,7 +95,9 @@ def is_sharded(x: Any) -> bool:
 
 
 def _has_equal_shards(x: DTensor) -> bool:
+    """Whether all ranks hold equally long parts of the tensor, or all of it."""
     dim = getattr(x.placements[0], "dim", None)
+    # A partial sum has no dimension: its shards count as unequal, so it is gathered.
     return not is_sharded(x) or (dim is not None and x.shape[dim] % x.device_mesh.size() == 0)
 
 
@@ -106,6 +111,8 @@ def is_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 def _has_flag(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a function written in Python is called with a true argument `name`, by position or keyword."""
+    # Functions of `torch.nn.functional` are Python code, whose parameters have names. Built-in functions have none;
+    # their in-place forms end with an underscore.
     code = getattr(func, "__code__", None)
     names = code.co_varnames[: code.co_argcount] if code is not None else ()
     index = names.index(name) if name in names else len(args)

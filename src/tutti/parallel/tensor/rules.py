@@ -27,6 +27,7 @@ def styles(model: nn.Module, num_ranks: int) -> dict[str, StyleChoice]:
     """Return the style of each layer for which there is a rule, by name."""
     choices: dict[str, StyleChoice] = {}
     for prefix, parent in model.named_modules():
+        # Before its children are visited: `setdefault` below keeps the first choice for a name.
         if isinstance(parent, nn.MultiheadAttention):
             choices.update(_replicated_attention(prefix, parent))
         children = [(f"{prefix}.{key}".lstrip("."), child) for key, child in parent.named_children()]
@@ -72,6 +73,7 @@ def _other_refusal(module: nn.Module, style: ParallelStyle, num_ranks: int) -> s
         return "max_norm, padding_idx and sparse gradients need the whole table"
     if isinstance(module, CONVOLUTIONS) and module.groups != 1:
         return f"it has {module.groups} groups"
+    # One matrix of queries, keys and values, one below the other: each of the three is cut among the ranks by itself.
     if isinstance(module, nn.Linear) and style == "heads" and module.out_features % (3 * num_ranks):
         return f"its {module.out_features} outputs are not queries, keys and values of {num_ranks} equal parts"
     return None
@@ -103,6 +105,7 @@ def _pairs(
     with_parameters = [(name, child) for name, child in children if next(child.parameters(), None) is not None]
     taken = ""
     for (first_name, first), (second_name, second) in pairwise(with_parameters):
+        # The second layer of one pair cannot be the first of the next: its output is replicated already.
         if first_name == taken or not _fits(first, second):
             continue
         if not isinstance(parent, nn.Sequential) and _all_widths_equal(first, second):
@@ -135,6 +138,8 @@ def _attention(
     linear: list[tuple[str, Any]] = [(name, child) for name, child in children if isinstance(child, nn.Linear)]
     for index, (name, layer) in enumerate(linear[:-1]):
         width = layer.in_features
+        # Fused: one layer computes queries, keys and values, and the output projection follows. Otherwise these are
+        # four square layers in a row.
         fused = layer.out_features == 3 * width
         run = linear[index : index + (2 if fused else 4)]
         square = all((part.in_features, part.out_features) == (width, width) for _, part in run[int(fused) :])

@@ -41,6 +41,7 @@ class ShardSpec:
         """Return the parameter whose shards, by rank, are given."""
         if self.dim is None:
             return shards[0]
+        # `chunk` cuts evenly, which is right here: only even shards have several blocks (`rules.refusal`).
         blocks = [shard.chunk(self.num_blocks, self.dim) for shard in shards]
         return torch.cat([chunks[block] for block in range(self.num_blocks) for chunks in blocks], self.dim)
 

@@ -76,6 +76,7 @@ class ShardedModel:
             for key, parameter in module.named_parameters(recurse=False):
                 # Of a parameter that several modules share, the first one decides.
                 self._specs.setdefault(parameter, shard_specs(module, self._styles[name])[key])
+                # Kept, because DTensor must be told the full shape: an uneven shard does not reveal it.
                 self._full_shapes[parameter] = parameter.shape, parameter.stride()
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._dtensor_parameters: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -103,6 +104,7 @@ class ShardedModel:
     def full_model(self, optimizer: bool) -> Iterator[None]:
         """Within it every rank has the full model and computes alone; with optimiser state if asked. Collective."""
         state = self._optimizer.state
+        # Copies of the state's dictionaries: `_replace_tensors` puts full tensors into the optimiser's own.
         local = [
             (parameter, parameter.data, parameter.grad, dict(state[parameter]) if parameter in state else None)
             for parameter in self._sharded_parameters
@@ -134,6 +136,7 @@ class ShardedModel:
             if name in self._split_layers:
                 self._undo.append(module.register_forward_pre_hook(self._refuse_outside).remove)
                 self._undo.append(parallelise(module, self._styles[name], self._mesh))
+            # Outer modules come first, so the hooks of a replicated one serve everything inside of it.
             if any(_is_within(name, outer) for outer in replicated):
                 continue
             if any(_is_within(layer, name) for layer in self._split_layers):
@@ -144,6 +147,7 @@ class ShardedModel:
                 replicated.append(name)
                 self._undo.append(replicate(module, self._mesh))
         self._forward = self._model.forward
+        # On the instance, which hides the method of the class until the attribute is deleted.
         self._model.forward = self._sharded_forward
         self._undo.append(lambda: delattr(self._model, "forward"))
 
@@ -171,7 +175,7 @@ class ShardedModel:
             location = _innermost_module(self._model, error.__traceback__)
             raise ConfigError(
                 f"{location} cannot be computed on shards over {self._group.size()} ranks: "
-                f"{str(error).splitlines()[0]} Replicate the layers whose outputs it takes: "
+                f"{str(error).partition(chr(10))[0]} Replicate the layers whose outputs it takes: "
                 'Mesh(split={"name": "replicate"}).'
             ) from error
 
@@ -189,6 +193,7 @@ class ShardedModel:
 
     @contextmanager
     def _parameters_as_dtensors(self) -> Iterator[None]:
+        """Within it, the split modules hold DTensors in place of their parameters."""
         dtensors: dict[nn.Parameter, Tensor] = {}
         self._in_forward = True
         try:
@@ -238,6 +243,7 @@ class ShardedModel:
     def _gather(self, local: Tensor, parameter: nn.Parameter) -> Tensor:
         """Return the full tensor, from one broadcast per rank: shards may differ in size. Collective."""
         spec, size = self._specs[parameter], self._group.size()
+        # Only its shape is needed to compute the shapes of the shards, so it takes no memory.
         full = torch.empty(self._full_shapes[parameter][0], device="meta")
         shards = [local.new_empty(spec.shard(full, rank, size).shape) for rank in range(size)]
         shards[self._group.rank()] = local.contiguous()
@@ -279,6 +285,7 @@ def _innermost_module(model: nn.Module, traceback: TracebackType | None) -> str:
     """Return the innermost module of `model` in a traceback."""
     names = {module: name for name, module in model.named_modules()}
     innermost: nn.Module | None = None
+    # Outermost frame first, so the last match is the innermost module.
     while traceback is not None:
         owner = traceback.tb_frame.f_locals.get("self")
         innermost = owner if isinstance(owner, nn.Module) and owner in names else innermost

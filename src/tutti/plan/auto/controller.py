@@ -88,6 +88,7 @@ class PlanController:
         if self._window is not None:
             self._window.record_step()
         now_s, waited_s = self._transport.now(), self._total_waiting_s()
+        # The last `CHECK_EVERY` of them: those since the check before.
         self._step_times = [*self._step_times, now_s - self._ended_s][-CHECK_EVERY:]
         self._num_steps += 1
         if self.pending is not None:  # No forward pass was seen during a whole step.

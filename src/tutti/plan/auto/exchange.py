@@ -11,6 +11,7 @@ the same model on every rank, closes its channel, and attaches the new strategy 
 messages of the old one cannot be taken for messages of the new one.
 """
 
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import ref
 
@@ -61,12 +62,14 @@ class AutoExchange(Exchange):
         self.inner.close()
         # The next exchange counts from zero.
         self._bytes_sent_before += self.inner.bytes_sent
+        # Before the channel is closed: gradients may lie in its shared memory, and are copied out of it here.
         self.replica.detach()
         self._channel.close()
         self.strategy = strategy
         self._attach()
 
     def _attach(self) -> None:
+        """Attach the present strategy on a channel of its own, apart from messages of the one before."""
         self._num_attached += 1
         self._channel = self.transport.channel(f"plan {self._num_attached}")
         self.inner = self.strategy.attach(self.replica, self._channel)
@@ -86,6 +89,9 @@ class AutoExchange(Exchange):
 
     def restore_local(self) -> None:
         self.inner.restore_local()
+
+    def waiting(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self.inner.waiting()
 
     def finish(self) -> None:
         self.inner.finish()

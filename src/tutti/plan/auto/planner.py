@@ -62,6 +62,7 @@ class JobPlanner:
         """
         # All ranks wait for the one whose passes take longest. Backward ends with its last gradient.
         slowest = max(summaries, key=lambda seen: seen["forward_s"] + max(seen["ready_s"].values(), default=0.0))
+        # Quickly, because all ranks stop training for it.
         network = measure_network(self._transport, quickly=True)
         cluster = cluster_with(network, "measured")
         profile = profile_from_summary(self._replica, slowest, self._flops(slowest))

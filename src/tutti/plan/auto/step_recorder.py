@@ -113,6 +113,7 @@ class StepRecorder:
             self._arrived[name] = self._passes[-1][1], self._clock.now()
 
     def _hook(self, name: str) -> Callable[[Tensor], None]:
+        # Weak: the parameter holds the hook, and the recorder should not live as long as the model.
         weak_self = ref(self)
 
         def arrived(_: Tensor) -> None:
@@ -151,10 +152,13 @@ class _RecorderHook(OwnedHook):
 
 def summarise(steps: list[RecordedStep], step_s: float) -> dict[str, Any]:
     """Return medians over steps as JSON types; `step_s` is what a step takes besides forward and backward."""
+    # A dict as an ordered set: gradients in the order in which they first came. The median is over steps that had one.
     names = {name: None for step in steps for name in step.ready_s}
     return {
         "forward_s": statistics.median(step.forward_s for step in steps),
-        "ready_s": {name: statistics.median(step.ready_s.get(name, 0.0) for step in steps) for name in names},
+        "ready_s": {
+            name: statistics.median(step.ready_s[name] for step in steps if name in step.ready_s) for name in names
+        },
         "rows": steps[-1].rows,
         "num_samples": max(1, steps[-1].num_samples),
         "step_s": step_s,

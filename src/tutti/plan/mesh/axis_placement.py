@@ -16,6 +16,7 @@ def placement_along(axis: Axis, mesh: Mesh, cluster: Cluster) -> Placement:
     """
     world = Placement.from_cluster(mesh.size, cluster)
     hosts = [host.name for host in cluster.place(mesh.size)]
+    # Every rank of a row gives the same row: each is kept once.
     rank_rows = dict.fromkeys(tuple(mesh.ranks_along(axis, rank)) for rank in range(mesh.size))
     rows = [tuple(hosts[rank] for rank in row) for row in rank_rows]
     # Rows may lie differently on hosts: the one over most hosts is the slowest, and all others wait for it.

@@ -71,6 +71,7 @@ def plan_meshes(
         except ConfigError as error:  # One mesh that the model or the batch does not allow; others may be possible.
             refused[describe_mesh(mesh)] = str(error)
     if not predictions:
+        # The first refusal is that of replicas alone, the mesh that asks least of the model.
         raise ConfigError(f"no mesh of {workers} workers is possible: {next(iter(refused.values()))}")
     ordered = sorted(predictions, key=lambda prediction: _order(prediction, memory_bytes))
     # Replicas leave the model as it is and allow every strategy: a split must be faster by `GAIN`.
@@ -107,6 +108,7 @@ def _order(prediction: MeshPrediction, memory_bytes: int | None) -> tuple[bool, 
 
 
 def _reason(ordered: list[MeshPrediction], memory_bytes: int | None) -> str:
+    """Return the recommendation in words: whether to train, whether to split, and what the alternative costs."""
     best = ordered[0]  # If this one does not fit, none does, and it is the one that needs least memory.
     if memory_bytes is not None and not fits(best, memory_bytes):
         return (

@@ -48,4 +48,5 @@ def _ring_pass(num_bytes: float, placement: Placement) -> float:
 
     A ring all-reduce is two such passes, with one block for each rank.
     """
+    # `ring_cost` takes the bytes of the whole tensor, of which a block is one part for each rank.
     return ring_cost(placement.num_ranks, placement.num_ranks * num_bytes, placement.link) / 2

@@ -115,6 +115,7 @@ def _num_microbatches(mesh: Mesh, total_samples: int) -> int:
         return 1
     if mesh.pipeline.schedule not in _SCHEDULES:
         raise ConfigError(f"schedule '{mesh.pipeline.schedule}' is not priced, only {', '.join(_SCHEDULES)} are.")
+    # The largest replica counts, where samples do not divide evenly: all others wait for it.
     samples, number = -(-total_samples // mesh.data), mesh.pipeline.microbatches or 2 * mesh.pipe
     if samples % number:
         raise ConfigError(

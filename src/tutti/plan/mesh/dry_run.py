@@ -52,6 +52,7 @@ class TracingCollectives(Collectives):
         return self._record("all_reduce", flat)
 
     def reduce_scatter(self, output: Tensor, flat: Tensor, operator: ReduceOperator) -> Operation:
+        # This process is rank 0, whose part is the first.
         output.copy_(flat[: output.numel()])
         return self._record("reduce_scatter", output)
 
@@ -80,6 +81,7 @@ class TracingCollectives(Collectives):
         return self._record("all_to_all", *inputs)
 
     def barrier(self) -> Operation:
+        # An all-reduce of nothing: it costs latencies only, as a barrier does.
         return self._record("all_reduce", torch.empty(0))
 
     def _record(self, kind: Kind, *tensors: Tensor) -> Operation:
@@ -99,6 +101,7 @@ class _ImmediateQueue(OperationQueue):
     """Completes operations when they are submitted."""
 
     def submit_collective(self, work: BackendWork, operation: Operation, blocking: bool) -> None:
+        # It yields nothing to wait for (see `_record`); running it through has all the effects that it has.
         for _ in operation:
             pass
         work.complete()

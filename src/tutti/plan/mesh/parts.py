@@ -85,6 +85,7 @@ class ModelParts:
         if num_stages == 1:
             return [(self._model, self._args, ())]
         layers, costs, inputs = self._sequence
+        # Only the number of layers is checked here: memory is judged by the planner.
         check_layers_fit([cost.name for cost in costs], num_stages, [0] * len(costs), None)
         seconds = [cost.seconds for cost in costs]
         # A virtual clock that counts no operations measures zeros: balance parameters, and layers without any, then.

@@ -89,6 +89,7 @@ class PipelineSimulation:
         """Return when a pass ends: equal parts of computation, each followed by a collective."""
         stage = self._stages[rank]
         computing_s = stage.forward_s if forward else stage.backward_s
+        # Forward is at index 0 and backward at 1.
         collectives = stage.network_collectives_s[not forward]
         now_s = start_s + (0.0 if collectives else computing_s)
         # A collective sends and receives at the same time.
@@ -128,6 +129,7 @@ class _CardDirection:
 
     def idle(self, at_s: float) -> float:
         """Return the first moment from `at_s` on at which it is idle."""
+        # In the order of their starts: where one moves the moment on, those after it are looked at as well.
         for start_s, stop_s in self._busy:
             if start_s <= at_s < stop_s:
                 at_s = stop_s

@@ -107,6 +107,7 @@ class _StageRunner:
 
     def measure(self) -> _Passes:
         """Run both passes once, and time them."""
+        # Every repetition then does the same work: a first gradient is stored, and later ones would be added to it.
         self.drop_gradients()
         self._trace.clear()
         start_s = self._now()
@@ -135,6 +136,7 @@ class _StageRunner:
         """
         ready: dict[str, tuple[float, int]] = {}
 
+        # A function of its own, because a lambda in the loop below would see the loop's last name only.
         def arrived(name: str) -> Callable[[Tensor], None]:
             return lambda _: ready.update({name: (self._now() - start_s, len(self._trace) - num_forward)})
 

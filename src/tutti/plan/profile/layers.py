@@ -91,6 +91,7 @@ def _recorded_calls(model: nn.Module) -> Iterator[tuple[dict[nn.Module, Layer], 
     factored = set(factorable(model))
 
     def begins(module: nn.Module, args: Any, kwargs: Any) -> None:
+        # A module that is called again keeps the place of its first call.
         inside.append(called.setdefault(module, Layer(names[module], module, module in factored)))
 
     def ends(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -43,6 +43,7 @@ def kept_bytes(compute: Callable[[], Any], resident: Iterable[Tensor], device: t
 
 
 def _on_gpu(compute: Callable[[], Any], device: torch.device) -> int:
+    """Return the bytes that `compute` needs at its peak in addition to what is allocated now."""
     torch.cuda.synchronize(device)  # Work of before may still free memory.
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -38,6 +38,7 @@ def measure_step(training_pass: TrainingPass, optimizer: Optimizer | None, clock
     twin = _copied(optimizer, trained)
 
     def measure() -> float:
+        # What a GPU still has to do from before would count as part of the step.
         clock.settle()
         start = clock.now()
         twin.step()

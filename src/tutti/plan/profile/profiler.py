@@ -78,17 +78,21 @@ def _passes(
     timer = LayerTimer(training_pass, layers, clock)
 
     def measure() -> tuple[tuple[float, float], PassTrace]:
+        # Both passes start without gradients, because adding to existing ones takes longer than storing the first.
         drop_gradients(training_pass.model)
         undisturbed = forward_and_backward(training_pass, clock)
         drop_gradients(training_pass.model)
         return undisturbed, timer.measure()
 
+    # Steady by the undisturbed times (`result[0]`): passes with hooks are slower, and only their proportions are
+    # used.
     measured, spread = steadiest(lambda: repeated(measure, repeats), lambda result: sum(result[0]))
     forward_s, backward_s = (median(seconds[part] for seconds, _ in measured) for part in range(2))
     return forward_s, backward_s, median_trace([trace for _, trace in measured]).shares(len(layers)), spread
 
 
 def _layers(layers: list[Layer], shares: TimeShares, forward_s: float, backward_s: float) -> Iterator[LayerProfile]:
+    """Yield each layer with its share of the seconds that passes without hooks have taken."""
     for layer, forward, backward in zip(layers, shares.forward, shares.backward, strict=True):
         # Its last gradient counts; one that was not seen to arrive is ready at the end of backward.
         ready = [shares.ready.get(name, 1.0) for name in layer.gradients]

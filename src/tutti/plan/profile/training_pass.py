@@ -75,6 +75,7 @@ def _num_needed(model: nn.Module, given: int) -> int:
         return given
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [p for p in parameters if p.kind in positional and p.default is p.empty]
+    # A model needs an input, even if all parameters of its `forward` have defaults.
     return max(1, len(required))
 
 
@@ -107,4 +108,5 @@ def _mean(output: Any) -> Tensor:
         )
     # Means, not sums, which could overflow in float16. A loss is real, so the parts of complex outputs are averaged.
     means = [t.mean() if t.is_floating_point() else torch.view_as_real(t).mean() for t in tensors]
+    # In float32, because outputs may have different dtypes.
     return torch.stack([mean.float() for mean in means]).sum()

@@ -20,6 +20,7 @@ class AlexNet(nn.Module):
             nn.Conv2d(256, 256, kernel_size=3, padding=1), nn.ReLU(), nn.MaxPool2d(3, stride=2),
         )  # fmt: skip
         self.classifier = nn.Sequential(
+            # 6 x 6 is what a stride of 4 and three pools leave of 224 x 224.
             nn.Dropout(0.5), nn.Linear(256 * 6 * 6, 4096), nn.ReLU(),
             nn.Dropout(0.5), nn.Linear(4096, 4096), nn.ReLU(),
             nn.Linear(4096, num_classes),

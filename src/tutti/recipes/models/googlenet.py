@@ -59,13 +59,16 @@ class _Inception(nn.Module):
 
 
 def _reduced(width: int, reduced: int, output: int) -> nn.Sequential:
+    """Fewer channels first, so that the 3 x 3 convolution costs less."""
     return nn.Sequential(_convolution(width, reduced, kernel_size=1), _convolution(reduced, output, kernel_size=3))
 
 
 def _convolution(width: int, output: int, kernel_size: int, stride: int = 1) -> nn.Sequential:
+    """A convolution, its normalisation and ReLU, padded so that only the stride changes the image's size."""
     convolution = nn.Conv2d(width, output, kernel_size, stride=stride, padding=kernel_size // 2, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(output, eps=0.001), nn.ReLU())
 
 
 def _halve() -> nn.MaxPool2d:
+    """A pool that halves height and width, rounded up."""
     return nn.MaxPool2d(3, stride=2, ceil_mode=True)

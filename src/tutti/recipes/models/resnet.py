@@ -46,6 +46,7 @@ class _Bottleneck(nn.Module):
             *_convolution(narrow, narrow, kernel_size=3, stride=stride), nn.ReLU(),
             *_convolution(narrow, wide, kernel_size=1),
         )  # fmt: skip
+        # The input itself is added where it has the shape of the output.
         fits = stride == 1 and width == wide
         self.shortcut = nn.Identity() if fits else nn.Sequential(*_convolution(width, wide, 1, stride))
         self.relu = nn.ReLU()
@@ -62,5 +63,6 @@ def _stage(width: int, narrow: int, num_blocks: int, stride: int) -> nn.Sequenti
 
 
 def _convolution(width: int, output: int, kernel_size: int, stride: int = 1) -> tuple[nn.Module, nn.Module]:
+    """A convolution without bias, which the normalisation after it would cancel."""
     convolution = nn.Conv2d(width, output, kernel_size, stride=stride, padding=kernel_size // 2, bias=False)
     return convolution, nn.BatchNorm2d(output)

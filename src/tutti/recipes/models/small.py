@@ -58,6 +58,7 @@ class FashionCNN(nn.Module):
             nn.Conv2d(1, 16, kernel_size=3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
             nn.Conv2d(16, 32, kernel_size=3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         )  # fmt: skip
+        # Two pools halve 28 x 28 to 7 x 7.
         self.classifier = mlp(32 * 7 * 7, 64, 10)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -81,6 +82,7 @@ class CifarQuick(nn.Module):
             nn.Conv2d(32, 32, kernel_size=5, padding=2), nn.ReLU(), nn.AvgPool2d(3, stride=2, ceil_mode=True),
             nn.Conv2d(32, 64, kernel_size=5, padding=2), nn.ReLU(), nn.AvgPool2d(3, stride=2, ceil_mode=True),
         )  # fmt: skip
+        # Three pools that round up: 32, 16, 8, 4.
         self.classifier = nn.Sequential(nn.Linear(64 * 4 * 4, 64), nn.Linear(64, 10))
 
     def forward(self, images: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ class VGG16(nn.Module):
                 width = output
             layers.append(nn.MaxPool2d(2))
         self.features = nn.Sequential(*layers)
+        # Five pools halve 224 x 224 to 7 x 7.
         self.classifier = nn.Sequential(
             nn.Linear(512 * 7 * 7, 4096), nn.ReLU(), nn.Dropout(0.5),
             nn.Linear(4096, 4096), nn.ReLU(), nn.Dropout(0.5),

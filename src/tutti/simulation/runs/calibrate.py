@@ -76,6 +76,7 @@ def train_steps(name: str, strategy: str, steps: int) -> tuple[float, str]:
 
 def _train_steps(name: str, strategy: str, steps: int, world: World) -> tuple[float, str]:
     training_recipe = recipe(name)
+    # All ranks start from the same parameters, and the digest is the same in every run.
     torch.manual_seed(0)
     model = training_recipe.model()
     optimizer = training_recipe.optimizer(model)
@@ -83,6 +84,7 @@ def _train_steps(name: str, strategy: str, steps: int, world: World) -> tuple[fl
     with distribute(model, optimizer, parse(strategy), world=world) as job:
         rank, size = job.world.rank, job.world.size
         batch_size = batch_size_of(name, size)
+        # Rank r has the r-th part of one global batch: N ranks train on what one would.
         x, y = (
             part[rank * batch_size : (rank + 1) * batch_size] for part in training_recipe.example(batch_size * size)
         )

@@ -63,6 +63,7 @@ def scaling(
 
     `on_progress` is called with the number of workers, and virtual seconds and messages so far.
     """
+    # Without values: a model of any size takes no memory, and all ranks of all runs share it.
     with torch.device("meta"):
         model = large(case.model) if isinstance(case.model, str) else case.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -114,6 +115,7 @@ def _train(case: ScalingCase, parts: Parts) -> tuple[list[float], float]:
     exchange = case.strategy.attach(replica, transport)
     sent, ends = [exchange.bytes_sent], [transport.now()]
     for _ in range(case.steps):
+        # Steps report their times to the strategy; no gradient is computed.
         replica.step(case.batch_size)
         ends.append(transport.now())
         sent.append(exchange.bytes_sent)

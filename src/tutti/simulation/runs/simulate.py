@@ -128,6 +128,7 @@ def simulate(
     limit = DEFAULT_TIMEOUT if timeout is None else parse_duration(timeout)
     guard.refuse("tutti.simulate")
     _return_memory()
+    # Before the lock is taken: what the cluster refuses must leave nothing behind.
     hosts = cluster.place(workers)
     if not _one_at_a_time.acquire(blocking=False):
         raise ConfigError(
@@ -153,6 +154,7 @@ def _simulate(
     engine = Engine(
         None if on_progress is None else lambda now: on_progress(now, sum(rank.num_messages for rank in ranks))
     )
+    # Ranks first, then what joins them: channels refer to both.
     for number, host in enumerate(hosts):
         ranks.append(Rank(engine, number, host, cluster, timeout))
     network = Network(cluster, hosts)

@@ -47,6 +47,7 @@ def time_to_accuracy(
         log: called with a line of text before each training run.
     """
     assert task.until is not None
+    # Every rank computes as the profiled worker did. The network is that of the cluster.
     computing = Compute(sample_s=profile.seconds / profile.num_samples)
     timed = replace(cluster, compute=computing)
     results = []

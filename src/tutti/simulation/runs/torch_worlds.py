@@ -63,6 +63,7 @@ def _per_rank(name: str, settable: bool = False) -> property:
     original: Any = getattr(c10d._World, name)
 
     def get(self: Any) -> Any:
+        # Threads that belong to no rank, of the simulation's own machinery or of the user, keep torch's usual groups.
         record = getattr(_thread_local, "record", None)
         return original.fget(self) if record is None else getattr(record, name)
 

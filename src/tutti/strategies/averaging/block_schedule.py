@@ -115,6 +115,7 @@ def read_every(text: str) -> Every:
 
 def duration_text(duration: timedelta) -> str:
     """Return the duration as `every` takes it in a text: "2s", "0.5s"."""
+    # Down to microseconds, the resolution of a timedelta.
     return f"{duration.total_seconds():.6f}".rstrip("0").rstrip(".") + "s"
 
 

@@ -24,6 +24,7 @@ from tutti.errors import ConfigError
 from tutti.transports import SharesMemory, Transport, Work
 from tutti.transports.base import Operation
 
+# Several, so that the wait survives if a few of them come late.
 _KEEP_ALIVES_PER_TIMEOUT = 8
 
 

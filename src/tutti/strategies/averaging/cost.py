@@ -9,6 +9,7 @@ from tutti.strategies.averaging.block_schedule import MAX_BLOCK_STEPS, block_sec
 if TYPE_CHECKING:
     from tutti.strategies.averaging.strategy import LocalSteps
 
+# A flag and five fields, in float64.
 _STATUS_BYTES = 48
 """Bytes that each rank sends to every other before an exchange (`RankStatus`)."""
 

@@ -79,6 +79,7 @@ class BlockExchange(Exchange):
         self._schedule = make_schedule(strategy.every, strategy.share, strategy.overlap)
         averages_state = strategy.optimizer_state == "average"
         self._optimizer_mean = OptimizerStateMean(replica, self._exact_mean) if averages_state else None
+        # On a channel of its own: a status must not wait behind the sums of a pending exchange.
         self._status_exchange = StatusExchange(transport)
         self._pending: Work | None = None
         self._local_parameters: list[list[Tensor]] = []  # Kept while `consensus` shows the mean.
@@ -186,6 +187,7 @@ class BlockExchange(Exchange):
             for parameters in self._parameters:
                 parameters.apply_mean(keep_local_change)
             self._update_optimizer_state()
+            # By times that all ranks have received, so that blocks stay equally long on all of them.
             self._schedule.update(status)
             self._num_blocks += 1
         # All ranks are in collective calls, but in different ones: none of these could ever complete.
@@ -298,6 +300,8 @@ class BlockExchange(Exchange):
         # With more ranks than were saved, some start with the same optimiser state.
         saved = ranks[self._channel.rank % len(ranks)]
         self._begin_block()
+        # The same ranks go on in the middle of their block. Others begin a new block, from what all saved ranks
+        # together had.
         if len(ranks) == self._channel.size:
             local_parameters = saved["own"]
             self._num_steps, self._weight = saved["steps"], saved["weight"]
@@ -308,6 +312,8 @@ class BlockExchange(Exchange):
             parts = (block["start"], block["velocity"], local_parameters)
             parameters.load(*([part[name] for name in names if name in part] for part in parts))
         self._num_blocks = block["num_blocks"]
+        # With `every="auto"` the length of a block was found by measuring. It holds only if the option is still the
+        # same.
         if block["every"] == str(self._strategy.every):
             self._schedule.num_steps = block["steps"]
         self.replica.optimizer.load_state_dict(saved["optimizer"])
@@ -321,6 +327,7 @@ class BlockExchange(Exchange):
 
 def interleaved(operations: Iterable[Operation]) -> Operation:
     """Run all operations in turn, each up to its next stage boundary, so that links are busy while ranks wait."""
+    # Every rank has the same buckets and boundaries, so all of them run the same stages in the same order.
     running = list(operations)
     while running:
         unfinished = []

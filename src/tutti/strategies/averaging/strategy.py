@@ -104,6 +104,7 @@ class LocalSteps(Strategy):
 
     def _text(self, name: str, default: "LocalSteps") -> str:
         """Return the strategy as text: `every`, the options that differ from `default`, and the codec."""
+        # `every` always comes first and the codec after a plus sign; neither is among the comma-separated options.
         keys = [option.name for option in fields(self) if option.name not in ("every", "codec")]
         changed = [(key, getattr(self, key)) for key in keys if getattr(self, key) != getattr(default, key)]
         options = [f"every={self.every}", *(f"{key}={_printed(value)}" for key, value in changed)]
@@ -121,6 +122,7 @@ class Averaging(LocalSteps):
         return PLAIN_AVERAGE
 
     def candidates(self, profile: Profile, placement: Placement) -> Iterator[Strategy]:
+        # The planner compares times only, and would always prefer longer blocks, which cost accuracy.
         yield from (Averaging(16, overlap=overlap) for overlap in (False, True))
 
     def __str__(self) -> str:
@@ -164,6 +166,8 @@ class BlockMomentum(LocalSteps):
 
     def learning_rate(self, num_workers: int) -> LearningRateRule:
         outer = self.outer(num_workers)
+        # The sum of the geometric series lr × (1 + m + m² + …): how far one mean change moves the parameters in the
+        # end.
         distance = outer.lr / (1 - outer.momentum)
         if distance <= 1:
             return SAME_RATE
@@ -180,6 +184,7 @@ class BlockMomentum(LocalSteps):
                 yield DiLoCo(100, overlap=overlap, codec=codec)
 
     def __str__(self) -> str:
+        # There is no class DiLoCo, so the settings decide which name is printed.
         like_diloco = (self.momentum, self.lr, self.nesterov) == _DILOCO
         return self._text("diloco", DiLoCo()) if like_diloco else self._text("bmuf", BlockMomentum())
 
@@ -203,6 +208,7 @@ def _printed(value: Any) -> str:
 
 def _switch(text: str) -> bool:
     """Return whether a text is "1". Raises `ValueError` if it is neither "0" nor "1"."""
+    # `index` raises the `ValueError` for all other texts.
     return bool(("0", "1").index(text))
 
 

@@ -98,8 +98,11 @@ class AveragingRounds:
             contribution: returns this rank's values; called once, when all are ready.
         """
         group, number = self._group, self.last_round + 1
+        # From here on this rank sends no keep-alives: it waits itself, and has nothing to report.
         self.in_round = True
         group.send_to_all(PeerMessageHeader(PeerMessageKind.ROUND_ENTERED, number, purpose, clock))
+        # A result before all have entered means that the others took this rank for lost: `_learn_result` makes it
+        # fail.
         yield from group.wait_until(lambda: self.last_round >= number or (self.all_entered(number) and is_ready()))
         # All ranks come to the same answer: each has every peer's entry, and so every purpose.
         regroup = purpose == RoundPurpose.REGROUP or self.regroup_requested
@@ -145,6 +148,7 @@ class AveragingRounds:
     def has_entered(self, peer: int, number: int | None = None) -> bool:
         """Whether a peer has entered a round, by default the next one."""
         entry = self._entries.get(peer)
+        # Only the last entry of a peer is kept: one that has entered a later round has entered this one too.
         return entry is not None and entry.number >= (self.last_round + 1 if number is None else number)
 
     @property
@@ -199,6 +203,8 @@ class AveragingRounds:
         """Go on without a peer; if it was the leader, let the next one have the last result."""
         self._contributions.pop(peer, None)
         leader = self._group.leader
+        # The peer is removed already, and a leader is the lowest living rank: so any rank below the present one was
+        # leader.
         was_leader = peer < leader
         if self._result is not None and was_leader and leader != self._rank:
             self._group.send(leader, *self._result)  # Others may ask it for a result that it does not know yet.
@@ -211,6 +217,7 @@ class AveragingRounds:
     def _conclude(self, number: int, clock: int, value: Tensor | None) -> None:
         """As leader: average all contributions, and send the result."""
         contributions = {peer: self._contributions[peer] for peer in sorted(self._group.others)}
+        # Everybody continues at the highest clock, so that no rank repeats a step number that others have used.
         clocks = [clock, *(header.clock for header, _ in contributions.values())]
         # The leader is the lowest rank, so its value comes first.
         values = [value, *(peer_value for _, peer_value in contributions.values())]

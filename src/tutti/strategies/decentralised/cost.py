@@ -70,6 +70,7 @@ def gossip_cost(strategy: "Gossip", profile: Profile, placement: Placement) -> C
         return CommunicationCost(
             exposed_s=mixing_s + waiting_s,
             num_bytes=2 * model_bytes / steps,
+            # The values, `base`, a step's change, the request, and the reply or a neighbour's request.
             memory_bytes=5 * model_bytes,
             coding_s=mixing_s,
             num_exchanges=1 / steps,

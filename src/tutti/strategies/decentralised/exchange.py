@@ -170,6 +170,7 @@ class PeerExchange(Exchange):
         # Others may still train and ask for rounds: take part in all of them, so that all ranks end with the same.
         while not self.context.rounds.is_finished:
             self.consensus()
+            # The model keeps the mean: it is the result of training.
             self._local_values = None
             self.context.wait(self._finish())
         self.close()
@@ -189,8 +190,9 @@ class PeerExchange(Exchange):
         try:
             yield
         finally:  # Also if the call failed: training may go on after a mistake in a metric, and must compute alone.
-            self.algorithm.set_waiting(False)
-            self._parameters_written()
+            if not (self.context.group.is_over or self._is_closed):
+                self.algorithm.set_waiting(False)
+                self._parameters_written()
 
     def leave(self) -> None:
         self.context.is_away = True

@@ -43,6 +43,8 @@ class FlatModel:
         size = self.num_bytes if num_bytes is None else num_bytes
         if self.sizes_only:
             return cast(Tensor, SizeOnlyTensor(size, torch.uint8, 1))
+        # Zeros, since the gaps between aligned buckets are sent as well: they must not hold what lay in memory
+        # before.
         return torch.zeros(size, dtype=torch.uint8, device="cpu")
 
     def copy(self, memory: Tensor) -> Tensor:
@@ -90,6 +92,7 @@ class FlatModel:
             full[: self.num_bytes] = memory
             start = self.num_bytes
             for buffer in self._other_buffers:
+                # As bytes, because buffers have different dtypes, and one block holds them all.
                 full[start : start + buffer.nbytes] = buffer.detach().cpu().reshape(-1).view(torch.uint8)
                 start += align(buffer.nbytes)
         return full

@@ -92,6 +92,7 @@ class AsyncGossip(PeerAlgorithm):
         self._rounds.send_keep_alives()
 
     def _copy_values(self) -> None:
+        """Make `base` the values of this moment, from which the next step is computed."""
         if not self._model.sizes_only:
             self._context.base.copy_(self._values)
 
@@ -105,6 +106,7 @@ class AsyncGossip(PeerAlgorithm):
         if header.kind not in (PeerMessageKind.PAIR_REQUEST, PeerMessageKind.PAIR_REPLY):
             self._rounds.receive(peer, header, payload)
             return
+        # A reply without values: requests have crossed, and the neighbour counts on the other one.
         declined = header.kind == PeerMessageKind.PAIR_REPLY and header.num_bytes == 0
         if not declined and (payload is None or payload.nbytes != self._model.num_bytes):
             raise PacketError(f"values of {header.num_bytes} bytes, wanted {self._model.num_bytes}")

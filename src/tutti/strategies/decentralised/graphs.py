@@ -131,6 +131,7 @@ class Graph(Topology):
         """Return the graph that prints as this text, such as 0-1/1-2 or, directed, 0>1/1>2/2>0."""
         directed = ">" in text
         try:
+            # A single rank has no edges: its graph prints as "0".
             edges = [] if text == "0" else [_edge(part, ">" if directed else "-") for part in text.split("/")]
         except ValueError:
             raise ConfigError(
@@ -147,6 +148,7 @@ class Exponential(Topology):
 
     @property
     def period(self) -> int:  # type: ignore[override]
+        # The ceiling of log2 N, in integers.
         return max(1, (self.size - 1).bit_length())
 
     def mixing(self, clock: int) -> np.ndarray:
@@ -166,6 +168,7 @@ class Matchings(Topology):
 
     size: int
     seed: int = 0
+    # They do not repeat. The spectral gap is taken over this many of them.
     period = _NUM_DRAWS
 
     def mixing(self, clock: int) -> np.ndarray:

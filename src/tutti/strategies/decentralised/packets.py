@@ -63,6 +63,7 @@ class UpdatePackets:
             return
         views = self._model.bucket_views(memory)
         if self._codec is None:
+            # Checked before the views are cut: a peer with another model would otherwise fail deep inside torch.
             if packet.numel() != self._model.num_bytes:
                 raise PacketError(f"an update of {packet.numel()} bytes, wanted {self._model.num_bytes}")
             torch._foreach_add_(views, self._model.bucket_views(packet))

@@ -78,6 +78,7 @@ class PeerGroup:
         """Receive messages of all peers from now on, and hand them to `listener`."""
         self._listener = listener
         for peer in sorted(self.others):
+            # Nobody waits for it: it runs until the peer is gone, and reports by `lose` or `fail`.
             self.transport.spawn(self._receive_messages(peer))
 
     @property
@@ -94,6 +95,7 @@ class PeerGroup:
 
     def wait(self, operation: Operation, num_steps: int = 0) -> None:
         """Run a generator and wait for it, from the training thread; then `check`."""
+        # The deadline counts from the last progress: every message that wakes the generator moves it on.
         self.transport.spawn(operation).wait()
         self.check(num_steps)
 

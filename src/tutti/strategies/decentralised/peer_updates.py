@@ -125,6 +125,7 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
     def _receive_update(self, header: PeerMessageHeader, payload: Tensor | None) -> None:
         """Pass a new update on, and queue it to be applied."""
         origin = header.origin
+        # Known already, by another path or sent again: it was passed on then, so that nothing circulates for ever.
         if not self._inbox.accept(origin, header.number):
             return
         self._group.clocks[origin] = max(self._group.clocks[origin], header.number)
@@ -173,6 +174,8 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
 
     def is_ready(self) -> bool:
         """Whether all updates that the others had sent when they entered the round are applied."""
+        # A peer reports its clock as it enters, behind its last update on the same connection; updates that come
+        # later, or along other paths, are waited for.
         return all(self._inbox.num_applied(peer) >= self._group.clocks[peer] for peer in self._group.others)
 
     def round_finished(self, result: RoundResult) -> None:
@@ -189,6 +192,7 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
             yield from ()
 
         self._context.wait(apply_at_once())
+        # Here, in the training thread, which alone may change the model.
         self._model.write_model(self._context.base)
 
     def leave(self) -> None:

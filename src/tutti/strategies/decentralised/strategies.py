@@ -165,6 +165,7 @@ def read_peers(options: dict[str, str], codec: Codec | None) -> PeerUpdates:
     """Return the strategy that options at the command line describe."""
     _check_keys("peers", options, ("graph", "inbox"))
     graph, inbox = options.get("graph", "all"), options.get("inbox", str(PeerUpdates.inbox))
+    # A negative number passes here, so that `PeerUpdates` refuses it together with its other mistakes.
     if not inbox.lstrip("-").isdigit():
         raise ConfigError(f"peers: inbox= takes a whole number, got '{inbox}'.")
     return PeerUpdates(codec, graph if graph in _ROUTING_GRAPHS else read_graph(graph), int(inbox))

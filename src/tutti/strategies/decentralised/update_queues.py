@@ -117,6 +117,7 @@ class SentUpdates:
 
     def drop_acknowledged(self) -> None:
         """Drop the updates that all living peers have acknowledged."""
+        # Lost peers no longer count: they would keep every later update in memory.
         numbers = (self._acknowledged[peer] for peer in self._group.others)
         # Updates are kept in the order of their numbers, so those to drop are at the front.
         least = min(numbers, default=self.last_number)

@@ -48,6 +48,7 @@ class PeerMessageKind(IntEnum):
     """This is the sender's last message."""
 
 
+# Little-endian, 48 bytes: kind, number, origin, clock and bytes as int64, then the weight as float64.
 _LAYOUT = Struct("<qqqqqd")
 
 
@@ -70,6 +71,7 @@ class PeerMessageHeader:
     def pack(self) -> Tensor:
         """Return the header as bytes."""
         fields = (self.kind, self.number, self.origin, self.clock, self.num_bytes, self.weight)
+        # A bytearray, because torch warns of memory that cannot be written.
         return torch.frombuffer(bytearray(_LAYOUT.pack(*fields)), dtype=torch.uint8)
 
     @staticmethod
@@ -80,6 +82,7 @@ class PeerMessageHeader:
     @classmethod
     def parse(cls, message: Tensor) -> "PeerMessageHeader":
         """Return the header that these bytes are. Raises `PacketError` if its kind is unknown."""
+        # The caller receives into `empty()`, so the length is right; only the fields can be wrong.
         kind, *fields = _LAYOUT.unpack(message.numpy().tobytes())
         try:
             return cls(PeerMessageKind(kind), *fields)

@@ -157,6 +157,7 @@ def _counting_rule(consistency: Consistency, num_workers: int) -> LearningRateRu
 
     While a worker computes, each of the others sends an update, so that its own is about N / quorum steps old.
     """
+    # With fewer workers than the quorum, one update of each makes a version.
     num_steps = num_workers / min(consistency.quorum, num_workers)
     return stale_rule(
         num_steps, f"Under '{consistency}' {num_workers} workers take {num_steps:g} steps where one worker takes one"

@@ -40,6 +40,7 @@ class ForwardWaits:
 
     def before_forward(self, module: nn.Module) -> None:
         """Wait for the slots of a module that is about to compute."""
+        # Also where nothing is pending: `take_uncalled` wants to know which hooks run at all.
         self._called.add(module)
         if (wait_for := self._wait_for()) is not None:
             wait_for(self._slots[module])

@@ -30,6 +30,7 @@ class PushTiming:
         self._replica = replica
         self._rank = rank
         self._decided = not overlap
+        # A dry run has no gradients that anyone could change.
         if not replica.sizes_only:
             replica.loss_scaling = LossScaling(replica.optimizer)
             replica.marks = GradientMarks() if overlap else None
@@ -49,6 +50,8 @@ class PushTiming:
         # A second backward pass has added to the gradients of the first.
         if not self._decided and (num_backwards > 1 or self._changed()):
             self._decided = True
+            # All ranks run the same script, so one warning is enough; the others' lines are there for whoever looks
+            # for them.
             _log.log(
                 logging.WARNING if self._rank == 0 else logging.INFO,
                 "rank %d: gradients are changed between backward and optimizer.step(), so they are pushed to the "
@@ -67,4 +70,5 @@ class PushTiming:
     def _changed(self) -> bool:
         """Whether gradients were changed since backward."""
         scaling, marks = self._replica.loss_scaling, self._replica.marks
+        # A scaler that is in use counts as a change by itself: it divides gradients by its scale before the step.
         return (scaling is not None and scaling.in_use) or (marks is not None and marks.differ(self._replica.buckets))

@@ -174,6 +174,7 @@ class ShardOptimizer:
         """Replace the optimiser's state by the segments' part of the state of whole parameters, by name."""
         if not self.shard.is_trained:
             return
+        # A defaultdict, as torch's own: optimisers make the state of a parameter in its first step.
         self._optimizer.state = defaultdict(dict)
         for slot, segment, parameter in zip(self._slots, self.shard.segments, self._parameters, strict=True):
             if state := states.get(slot.name):

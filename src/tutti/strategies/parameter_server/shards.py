@@ -87,6 +87,7 @@ def cut_into_shards(
         num_parts = num_servers
         if num_servers >= _MANY_SERVERS:
             # A shard on every server for every bucket would be too many messages.
+            # In proportion to its bytes, all buckets together make about one shard per server.
             num_parts = max(1, num_servers * bucket.flat.nbytes // total_bytes)
         for bucket_range, groups in _bucket_ranges(bucket, num_parts, keep_whole):
             # No range reaches from the compressible part into the rest, so its end tells which part it is of.

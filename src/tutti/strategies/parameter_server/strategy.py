@@ -165,6 +165,7 @@ class ParameterServer(Strategy):
             from tutti.strategies.parameter_server.shared_memory.hogwild import HogwildWorker
             from tutti.strategies.parameter_server.shared_memory.worker import SharedMemoryWorker
 
+            # Without locks every worker steps the shared parameters with its own optimiser, and nothing is pushed.
             return (SharedMemoryWorker if self.consistency.locks else HogwildWorker)(replica, transport, self)  # type: ignore[arg-type]
         return MessageWorker(replica, transport, self)
 
@@ -197,6 +198,7 @@ _CONSISTENCIES = (
 def read(options: dict[str, str], codec: Codec | None) -> ParameterServer:
     """Return the strategy that options at the command line describe."""
     rest = dict(options)
+    # 1. The consistency: names that stand alone, then those that have a number.
     named: list[Consistency] = []
     for name in ("bsp", "async"):
         if name in rest:
@@ -217,6 +219,7 @@ def read(options: dict[str, str], codec: Codec | None) -> ParameterServer:
                 "ps: aware takes nothing at the command line; in Python, StalenessAware takes a function."
             )
         consistency = StalenessAware(consistency)
+    # 2. All other options, each with a value.
     kinds: dict[str, Callable[[str], Any]] = {
         "servers": int,
         "overlap": _switch,

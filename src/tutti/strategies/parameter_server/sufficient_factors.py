@@ -58,6 +58,7 @@ def unpack(payload: Tensor, shard: ParameterShard, shapes: Sequence[MatrixShape]
 
     Raises `PacketError` if the payload cannot have been made by `pack` for this shard.
     """
+    # The buffer was used before, and elements between segments must not keep what it held.
     values.zero_()
     dtype, reader = values.dtype, _PayloadReader(payload)
     row_counts = reader.read_row_counts(len(shard.segments))

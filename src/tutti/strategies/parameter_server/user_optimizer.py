@@ -40,6 +40,8 @@ class UserOptimizerState:
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         for slot in self._slots:
             if state := states.get(slot.name):
+                # Such optimisers read the count of steps on the device, as a CUDA graph or a fused kernel must;
+                # others on the CPU.
                 on_device = groups[id(slot.tensor)].get("capturable") or groups[id(slot.tensor)].get("fused")
                 self._optimizer.state[slot.tensor] = {
                     key: _for_parameter(key, value, slot.tensor, bool(on_device)) for key, value in state.items()

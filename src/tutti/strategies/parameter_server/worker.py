@@ -127,6 +127,7 @@ class ParameterServerWorker(Exchange):
         if isnan(weight):
             self._request_stop()
             raise NonFiniteLoss(self.transport.world_rank, [self.transport.world_rank], self.replica.steps)
+        # Gradients accumulate over backward passes, and so do the samples behind them.
         self._weight = weight + (self._weight if self._num_backwards else 0.0)
         if not self._timing.waits_for_step:
             # Pushes begin within this backward pass: options that change later count from the next iteration on.

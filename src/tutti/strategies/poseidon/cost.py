@@ -52,6 +52,7 @@ def communication_cost(
         product_s = 2.0 * peer_rows * shape.num_out * shape.num_in / split / flops
         transfers.append(_Transfer(gradient.ready_s, link.seconds(sent), product_s))
         num_bytes += sent
+        # The matrix that is made, and the factors of all ranks.
         memory_bytes += shape.num_bytes + (peer_rows + shape.rows) * (shape.num_out + shape.num_in) * shape.itemsize
     exposed_s = _exposed(transfers, strategy.overlap, profile, placement)
     wire_s = sum(transfer.wire_s for transfer in transfers)
@@ -111,4 +112,5 @@ def achieved_flops(profile: Profile) -> float:
     `Profile.work` counts a multiplication with its addition as one operation; here they are two.
     """
     seconds = profile.forward_s + profile.backward_s
+    # Without a count, the default of `Compute`.
     return 2 * profile.work / seconds if profile.work and seconds else 1e11

@@ -59,6 +59,7 @@ class PoseidonExchange(Exchange):
         return self.transport.bytes_sent + self._factors.bytes_sent
 
     def backward_started(self, weight: float) -> None:
+        # Of this pass, for the event at its end: bytes of other passes are not its.
         self._sent_before = self.bytes_sent
         self._buckets.backward_started(weight)
         self._factors.begin(weight)
@@ -79,6 +80,7 @@ class PoseidonExchange(Exchange):
 
     def backward_done(self) -> None:
         start_s = self.transport.now()
+        # Without overlap everything waited for the end of backward, and goes in the order in which it was ready.
         for ready in self._held:
             if isinstance(ready, Bucket):
                 self._buckets.bucket_ready(ready)
@@ -152,6 +154,7 @@ class PoseidonExchange(Exchange):
         if self.replica.compute_clock is not None:
             return self.replica.compute_clock.speed
         if self._strategy.rule != "priced" or self.transport.rank != 0:
+            # No other rule uses it, and other ranks get rank 0's.
             return 1e11
         return product_speed(shapes, self.replica.slots[0].tensor.device, self.transport)
 

@@ -83,6 +83,7 @@ def bucket_bytes_on(link: Link | None) -> int:
     """Return the bucket size for gradients sent in full: the smallest that still uses the link well, if it is known."""
     if link is None:
         return _MOST_BUCKET_BYTES
+    # Seconds of latency divided by seconds per byte: the bytes that travel in the time of one latency.
     num_bytes = _LATENCIES * link.latency_s / link.seconds_per_byte
     return int(min(_MOST_BUCKET_BYTES, max(_LEAST_BUCKET_BYTES, num_bytes)))
 
@@ -111,6 +112,7 @@ def seconds(shape: LayerShape, num_workers: int, link: Link, extra_s: Cost, flop
         flops: floating-point operations per second of a matrix product.
     """
     sent = sent_bytes(shape, num_workers)
+    # A product of K × M by K × N takes 2 K M N operations: a multiplication and an addition each.
     peer_products_s = 2.0 * (num_workers - 1) * shape.rows * shape.num_out * shape.num_in / flops
     return {
         "full": extra_s(shape.num_bytes),
@@ -128,6 +130,7 @@ def decide(shape: LayerShape, rule: str, num_workers: int, link: Link, extra_s: 
     elif rule == "sacp":
         method = published(shape, num_workers)
     else:
+        # `Poseidon` has checked the text: here it can only be the name of a method.
         assert rule in METHODS
         method = rule
     return Decision(shape, method, sent_bytes(shape, num_workers), times)

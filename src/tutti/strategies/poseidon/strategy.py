@@ -145,11 +145,12 @@ def read(options: dict[str, str], codec: Codec | None) -> Poseidon:
         raise ConfigError(
             "poseidon is exact and takes no codec. Write the codec alone, such as onebit, for an all-reduce with it."
         )
+    # Options that are not Poseidon's own choose a consistency, and so parameter servers.
     arguments: dict[str, object] = {}
     server_options = {key: text for key, text in options.items() if key not in ("rule", "overlap", "bucket_bytes")}
     if server_options:
-        if server_options.keys() - {"bsp", "ssp", "eager", "softsync", "async", "locks", "aware"}:
-            unknown = min(server_options)
+        if unknowns := server_options.keys() - {"bsp", "ssp", "eager", "softsync", "async", "locks", "aware"}:
+            unknown = min(unknowns)
             raise ConfigError(
                 f"poseidon: '{unknown}={server_options[unknown]}' is none of rule=NAME, overlap=0 or 1, "
                 "bucket_bytes=NUMBER, nor a consistency such as ssp=2. For other options of servers, write "

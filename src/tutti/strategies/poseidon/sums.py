@@ -212,6 +212,7 @@ class FactorSums:
         """Send the same messages without values, for dry runs: all ranks have as many rows."""
         tensor, size = layer.slot.tensor, self._transport.size
         split = self._methods[layer.slot.name] == "owners"
+        # Rounded up, so that every rank is priced as the one with the largest share.
         num_owned_outputs = -(-layer.num_out // size) if split else layer.num_out
         factors = [
             SizeOnlyTensor(layer.rows * width, tensor.dtype, tensor.itemsize)
@@ -235,10 +236,13 @@ class FactorSums:
 
     def _broadcast(self, gathering: _Gathering, tag: int) -> Operation:
         """Exchange factors by sufficient factor broadcasting: all factors to all ranks."""
+        # Contiguous, since messages are flat memory; kept in `local` so that it lives until the sends below are
+        # complete.
         local = gathering.outputs.contiguous(), gathering.inputs.contiguous()
         sending = self._send_headers(gathering, tag)
         for number, part in enumerate(local):
             sending += self._send(dict.fromkeys(self._others, part), tag + 1 + number)
+        # Ranks may have different numbers of rows (a shorter last batch), so buffers can be made only now.
         yield from self._receive_headers(gathering, tag)
         buffers = [self._buffer_for(gathering, part) for part in local]
         receiving = [self._receive(buffer, gathering, tag + 1 + number) for number, buffer in enumerate(buffers)]

@@ -56,6 +56,7 @@ class TorchGroupWork(Work):
             raise self._error
         if self._work is None:
             return
+        # Taken out first: a second `wait` must not touch it again, also after a failure.
         work, self._work = self._work, None
         try:
             work.wait(self._membership.timeout)
@@ -130,6 +131,7 @@ class TorchProcessGroups:
             raise self._membership.explain_error(error) from error
 
     def _connect_gloo(self) -> Any:
+        """Return the Gloo group, made when it is first asked for. Raises `RankLost` if a rank is gone."""
         if self.gloo is None:
             self._agree_to_connect()
             connecting = _ConnectThread(self._make_gloo, f"rank {self._membership.world_rank} connects")
@@ -177,6 +179,7 @@ class TorchProcessGroups:
         if self.nccl is None:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._membership.timeout
+            # NCCL's identifier goes through the store: its keys must not meet those of Gloo.
             store = dist.PrefixStore("nccl", self._store)
             torch.cuda.set_device(tensor.device)
             self.nccl = dist.ProcessGroupNCCL(store, self._membership.rank, self._membership.size, options)
@@ -186,6 +189,7 @@ class TorchProcessGroups:
         """Whether every rank's tensors are on a GPU that no other rank uses. Asked once, by all ranks together."""
         if self.one_gpu_per_rank is None:
             # The uuid, not the index: under CUDA_VISIBLE_DEVICES different GPUs may all have the index 0.
+            # Published also where NCCL is missing: the peers wait for a key of every rank.
             gpu_id = torch.cuda.get_device_properties(tensor.device).uuid if dist.is_nccl_available() else "none"
             self._store.set(f"gpu/{self._membership.rank}", str(gpu_id))
             keys = [f"{self._name}/gpu/{rank}" for rank in range(self._membership.size)]

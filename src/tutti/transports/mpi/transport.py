@@ -101,6 +101,8 @@ class MpiTransport(Transport):
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
         if src != ANY:
             self.membership.check_peer(src)
+        # MPI writes to contiguous CPU memory only. Another tensor is filled from a copy when the receive is waited
+        # for.
         direct = tensor.is_contiguous() and tensor.device.type == "cpu"
         data = tensor.detach() if direct else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         message = self._post(MpiReceive, self._comm.Irecv, data, src, tag)
@@ -160,6 +162,7 @@ class MpiTransport(Transport):
         self._check_open()
         if self._multithreaded:
             return self._thread.start(operation)
+        # All ranks do this in the same order, so the operations of different ranks still meet.
         for work in operation:
             work.wait()
         return CompletedWork()
@@ -238,6 +241,7 @@ class MpiTransport(Transport):
     def _select(self, name: str, membership: Membership, ranks: Sequence[int]) -> Any:
         """Make a communicator of some ranks. Collective among those."""
         self._meet(name, membership)
+        # `Create_group` is collective among the members alone. `Split` would need every rank of the communicator.
         group = self._comm.Get_group().Incl(list(ranks))
         # The tag keeps groups apart that are made at the same time. MPI guarantees tags up to 32,767.
         return self._comm.Create_group(group, crc32(name.encode()) % 32_768)

@@ -216,6 +216,7 @@ def _summable(tensor: Tensor) -> Tensor:
     """The tensor itself if MPI can add it where it is, or a copy in a wider dtype on the CPU."""
     wide = tensor.dtype
     if wide not in _MPI_SUM_TYPES:
+        # Complex tensors are not among them: they come here as pairs of real numbers.
         # What is left are booleans, float16, bfloat16 and narrower floats: MPI has no type for them.
         wide = torch.int32 if wide == torch.bool else torch.float32
     return tensor.to("cpu", wide).contiguous()

@@ -55,6 +55,7 @@ class _ReductionPlan:
 
     def __init__(self, segment: Segment, address: int, tensor: Tensor, rank: int, size: int) -> None:
         offset = address - segment.start
+        # All ranks have the tensor at the same offset of their own memory: `empty` is collective.
         self.addresses = segment.bases + offset
         # Segment number above, offset below: no segment is longer than 2^48 bytes.
         self.position = (segment.number << 48) + offset  # The same number on all ranks, if they reduce the same tensor.
@@ -114,6 +115,7 @@ class SharedMemoryReductions:
         self._membership, self._counters, self._flags = membership, counters, counters.flags
         self._liveness, self._segments = liveness, segments
         self._rank, self._size = membership.rank, membership.size
+        # Filled anew by every reduction; kept, so that a reduction allocates nothing.
         self._weights = np.ones(self._size)
         self._plans: dict[tuple[int, int, torch.dtype], _ReductionPlan] = {}
         self._staging = segments.empty(_STAGING_BYTES, torch.uint8)
@@ -204,6 +206,7 @@ class SharedMemoryReductions:
             self._sum_slice(self._pending.popleft())
 
     def _sum_slice(self, work: _SharedMemoryReduction) -> None:
+        """Sum this rank's slice of all ranks' tensors, and write the result to all of them."""
         # All ranks read the same entries, so all of them refuse, or none does.
         # Safe to read: every rank's `ready` counter was seen, and its entry was written before that.
         divisor = self._flags.read_weights(self._counters.entries(work.index), self._weights)

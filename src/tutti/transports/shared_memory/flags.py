@@ -39,6 +39,7 @@ from numba.extending import intrinsic
 COUNTERS = types.Array(types.int64, 1, "C")
 """The numba type of a page of counters, and of a list of slots in it."""
 
+# Its number in the kernel's table of system calls: the C library has no function for it.
 _FUTEX_CALL = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 # Without FUTEX_PRIVATE_FLAG: the sleepers are in other processes.
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
@@ -127,6 +128,7 @@ def _try_swap(counters, slot, old, new):  # type: ignore[no-untyped-def]
 @njit(types.boolean(COUNTERS, COUNTERS, types.int64, types.int64), nogil=True, cache=True)
 def _reached(counters, slots, value, num_spins):  # type: ignore[no-untyped-def]
     """Whether every slot holds at least `value`, looking at each at most `num_spins` times."""
+    # One slot after the other: counters only grow, so one that has reached the value needs no second look.
     for slot in slots:
         spins = num_spins
         while _load(counters, slot) < value:

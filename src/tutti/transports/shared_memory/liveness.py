@@ -56,6 +56,7 @@ class ChannelLiveness:
         while not flags.wait(slots, value, CHECK_SECONDS):
             self.check_open()
             # The counters are cheap, the store and /proc are not: this runs every CHECK_SECONDS of a wait only.
+            # The first question that finds a rank decides: an ended process explains more than a closed channel.
             gone = self._membership.gone() or self._closed_world_ranks() or self._channel_membership.lost_ranks()
             if gone and not flags.reached(slots, value):  # It may have gone after doing its part.
                 raise self._membership.loss_error(gone)

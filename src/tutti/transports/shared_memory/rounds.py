@@ -30,6 +30,7 @@ from tutti.transports.shared_memory.transport import SharedMemoryTransport
 from tutti.transports.sockets.frames import DTYPES
 
 # The counters page: a reserved head, then a row per rank.
+# In slots of 8 bytes: three counters on a cache line (8 slots) each, then two entries of 4 slots.
 _HEAD, _ROW = 16, 32
 _INPUT, _RESULT, _FINISHED, _ENTRIES, _ENTRY = 0, 8, 16, 24, 4
 
@@ -67,6 +68,8 @@ class SharedMemoryRounds:
         self._transport, self._names = transport, names
         self.rank, self.size, self.buffer_bytes = transport.rank, transport.size, buffer_bytes
         memories = transport.per_rank_tensors(2 * buffer_bytes, torch.uint8)
+        # Two halves, used in turn: a rank may write the next round's input while slower ones still read that of this
+        # round.
         self._halves = [[memory[half * buffer_bytes :][:buffer_bytes] for memory in memories] for half in range(2)]
         self._typed: dict[tuple[int, torch.dtype], Buffers] = {}
         self.addresses = [np.array([buffer.data_ptr() for buffer in half]) for half in self._halves]
@@ -93,6 +96,7 @@ class SharedMemoryRounds:
     def await_writable(self) -> Work:
         """Work that is done when this rank may fill its buffer: all ranks have read what was there."""
         # The half was last used in round `number` - 2, which is over when `number` - 1 rounds are finished.
+        # In the first two rounds the value is 0 or less, so nobody waits.
         return _CountersReached(self, self._finished, self.number - 1)
 
     def publish_input(self, name: str, numel: int, dtype: torch.dtype) -> Work:
@@ -127,6 +131,7 @@ class SharedMemoryRounds:
         self._transport.await_counters(self.flags, slots, value, ranks, "take part in a collective operation")
 
     def _mismatch(self, half: int) -> ReplicaMismatch:
+        """The error that names what each rank called."""
         peers = self._transport.membership.peers
         asked = []
         for peer, entry in zip(peers, self._entries[half].tolist(), strict=True):

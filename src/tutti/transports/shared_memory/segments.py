@@ -42,6 +42,7 @@ class Segment:
         local = mappings[rank]
         local.segment = self  # A tensor on `local` keeps the peers' mappings alive by this.
         self.peers = [mapping for mapping in mappings if mapping is not local]
+        # By way of torch: an mmap does not reveal its address.
         self.bases = np.array([torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() for mapping in mappings])
         """The address of each rank's memory in this process."""
         self.start = int(self.bases[rank])
@@ -78,12 +79,14 @@ class SharedSegments:
 
     def find(self, address: int) -> Segment | None:
         """The segment in whose part of this rank `address` lies."""
+        # Linear, which is fast enough: reductions keep the result per tensor (`_ReductionPlan`).
         for segment in self._segments:
             if segment.start <= address < segment.stop:
                 return segment
         return None
 
     def _map(self, numel: int, dtype: torch.dtype) -> tuple[int, list[SharedMapping]]:
+        """Map `numel` elements of every rank; return the number of the allocation, and the mappings."""
         number = self._num_allocated
         # A mapping cannot be empty.
         mappings = map_all(self._membership, f"{self._name}/{number}", max(1, numel) * dtype.itemsize)
@@ -94,6 +97,7 @@ class SharedSegments:
 def map_all(membership: Membership, name: str, num_bytes: int) -> list[SharedMapping]:
     """Create `num_bytes` of memory on every rank and map that of all ranks here, by rank. Collective."""
     ranks = range(membership.size)
+    # Closed on exec, which is the default: a program that a rank starts must not keep this memory.
     file = os.memfd_create("tutti")
     try:
         os.ftruncate(file, num_bytes)
@@ -109,6 +113,7 @@ def map_all(membership: Membership, name: str, num_bytes: int) -> list[SharedMap
 
 
 def _open(membership: Membership, name: str, rank: int, num_bytes: int) -> SharedMapping:
+    """Map the memory that a rank has published. Refuses a file of another length."""
     pid, number = membership.store.get(f"{name}/at/{rank}").split()
     try:
         file = os.open(f"/proc/{int(pid)}/fd/{int(number)}", os.O_RDWR | os.O_CLOEXEC)

@@ -50,6 +50,7 @@ class MessageSlots:
 
     def publish(self, slot: int, number: int) -> None:
         """Let the reader of a slot see what was written to it in round `number`."""
+        # One more than the round, since fresh counters are 0: round 0 must be told from no round.
         self._flags.publish(int(self._counters[slot][0]), number + 1)
 
     def wait(self, slot: int, number: int, rank: int) -> None:

@@ -37,6 +37,7 @@ class SharedMemoryTransport(TransportWrapper):
         """Map the counters and the staging buffers of all ranks of `inner`. Collective."""
         self.inner = inner
         self.membership = inner.membership
+        # All ranks have the same list of peers, so all of them refuse, and none waits for memory of another host.
         if not self.membership.one_host:
             hosts = sorted({peer.host for peer in self.membership.peers})
             raise ConfigError(f"shared memory reaches one host only, but the ranks are on {', '.join(hosts)}.")

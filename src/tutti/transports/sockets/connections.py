@@ -118,10 +118,13 @@ class SocketConnections:
         self.progressed_at = [0.0] * (membership.size + 1)
         """Time of the last read or write, by peer. The last entry, which `ANY` indexes, is that of any read."""
         self._size, self._matcher, self._guard = membership.size, matcher, guard
+        # Known only to those who can read the store. Whoever connects without it is dropped after its hello.
         self._token = secrets.token_bytes(16)
         self._selector = selectors.DefaultSelector()
         # A byte sent through this pair ends a `select` that another thread waits in.
         self._wake_receiver, self._wake_sender = socket.socketpair()
+        # A full pair has woken the loop already. The thread that runs `step` wakes too, and would wait for itself.
+        self._wake_sender.setblocking(False)
         self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._drain_wakeups)
         self.listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         self.listener.bind((address, 0))
@@ -146,11 +149,12 @@ class SocketConnections:
             self._wake_sender.send(b"\0")
 
     def _drain_wakeups(self) -> None:
-        # Bytes beyond 16 make the selector report it again, which does no harm.
-        self._wake_receiver.recv(16)
+        # Bytes beyond these make the selector report it again, which does no harm.
+        self._wake_receiver.recv(4096)
 
     def close(self) -> None:
         """Close all sockets. What the kernel has taken still reaches the peers."""
+        # First, since a selector must not watch numbers of files that are closed and may be used again.
         self._selector.close()
         sockets = [self.listener, self._wake_receiver, self._wake_sender]
         sockets += [incoming.socket for incoming in self.incoming]
@@ -298,6 +302,7 @@ class SocketConnections:
         incoming.held = False
         matches = message.tag == tag
         incoming.unread = self._matcher.bind(message, receive) if matches else self._matcher.keep(message)
+        # Only registers the socket: its data is read by the next `step`, not in the middle of posting a receive.
         self._watch(incoming)
         return matches
 

@@ -67,5 +67,7 @@ class Connector:
             return self._health.channel_membership.lost(dst)
 
         membership.await_keys([key], f"rank {membership.peers[dst].rank} to open a channel", lost)
+        # Written by that rank when it opened the channel: where it listens, and the token that this rank must show
+        # first.
         address, port, token = membership.store.get(key).decode().split()
         return address, int(port), bytes.fromhex(token)

@@ -46,6 +46,7 @@ class Messenger(ProgressEngine):
 
     def __init__(self, membership: Membership, address: str, name: str) -> None:
         """Listen on `address`; `name` identifies the channel in the store."""
+        # Re-entrant, because `_check_awaited_peers` steps the connections under it, and a step takes it again.
         self.guard = threading.RLock()
         self.membership = membership
         self.health = ChannelHealth(membership, name)
@@ -53,6 +54,7 @@ class Messenger(ProgressEngine):
         """Called when a wait is over, and every `WATCH_SECONDS` of a long wait in which data moved."""
         self.matcher = ReceiveMatcher(membership)
         prefix = f"{name}/messages"
+        # Peers find this rank's address under the same prefix (`Connector`).
         store = PrefixStore(prefix, membership.store)
         self.connections = SocketConnections(membership, address, store, self.matcher, self.guard)
         self.connector = Connector(self.health, self.connections, prefix)

@@ -96,6 +96,8 @@ class SocketTransport(Transport):
             self.membership.check_peer(src)
         if tensor.is_contiguous() and tensor.device.type == "cpu":
             return self._messenger.receive(tensor, src, tag)
+        # Sockets write to contiguous memory of the CPU only: the message is staged there, and copied when it is
+        # complete.
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         return _StagedReceive(self._messenger.receive(host, src, tag), tensor)
 

@@ -30,6 +30,7 @@ def send_state(state: Any, peer: int, transport: Transport) -> Operation:
 
 def receive_state(peer: int, transport: Transport) -> Any:
     """Receive what a rank sent by `send_state`: a generator that returns it."""
+    # Two messages: the bytes of the JSON text and of all together, then the text followed by the tensors' bytes.
     sizes = torch.empty(2, dtype=torch.int64, device="cpu")
     yield transport.irecv(sizes, peer, STATE_TAG)
     data = torch.empty(int(sizes[1]), dtype=torch.uint8, device="cpu")

@@ -101,6 +101,8 @@ class RequestFormat:
         self, header: RequestHeader, options: np.ndarray | None = None, has_grad: np.ndarray | None = None
     ) -> Tensor:
         """Return a request as bytes."""
+        # Zeros in the fields that a request does not use: what lies in memory by chance is not sent to other
+        # processes.
         data = np.zeros(self.num_bytes, dtype=np.uint8)
         fields = (
             header.kind, header.shard, header.base_version, header.wanted_version, header.num_bytes, header.weight,
@@ -126,6 +128,7 @@ class RequestFormat:
         return RequestHeader(RequestKind(kind), *fields), options, data[self._flags_start :].astype(bool)
 
 
+# Little-endian, 40 bytes: status, version, staleness, bytes and leader, all as int64.
 _REPLY_LAYOUT = Struct("<qqqqq")
 
 

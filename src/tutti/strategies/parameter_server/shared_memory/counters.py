@@ -19,6 +19,7 @@ class CounterLayout:
 
     def allocate(self, *shape: int) -> np.ndarray:
         """Return the indices of new counters, as an array of that shape."""
+        # Ranks exchange no indices: they agree because all of them allocate the same shapes in the same order.
         numel = int(np.prod(shape))
         self.num_counters += numel
         return np.arange(self.num_counters - numel, self.num_counters, dtype=np.int64).reshape(shape)
@@ -33,6 +34,7 @@ class ShardCounters:
 
     def __init__(self, layout: CounterLayout, num_buckets: int, num_shards: int, num_workers: int) -> None:
         """Allocate all counters; `open` follows once the memory is mapped."""
+        # What workers publish of themselves: what they have pushed, and whether they are waited for.
         self.clock = layout.allocate(num_buckets, num_workers)
         """[bucket, worker]: number of updates pushed. Written by the owner, after the gradient."""
         self.first_clock = layout.allocate(num_buckets, num_workers)
@@ -43,6 +45,7 @@ class ShardCounters:
         """[worker]: position of the owner's last update among all, under a counting consistency."""
         self.num_arrivals = int(layout.allocate(1)[0])
         """Updates of all workers so far, under a counting consistency. Any worker adds 1, atomically."""
+        # What lock holders publish of shards: what is made, and what is being made.
         self.version = layout.allocate(num_shards)
         """[shard]: number of steps taken. Written by the lock holder, after the step."""
         self.lock = layout.allocate(num_shards)
@@ -53,6 +56,7 @@ class ShardCounters:
         """[shard, worker]: updates of the worker that are in a version. Written by the lock holder."""
         self.staleness = layout.allocate(num_shards, num_workers)
         """[shard, worker]: staleness of the worker's last applied update. Written by the lock holder."""
+        # The plan of a joint step, for the worker that takes over if it is cut short.
         self.joint_version = int(layout.allocate(1)[0])
         """The version that all shards are being stepped to together; 0 if none is. Written by the lock holder."""
         self.joint_clocks = layout.allocate(num_workers)

@@ -78,6 +78,7 @@ class HogwildWorker(Exchange):
             progress=lambda: self._flags.value(self._version_counter),
             on_loss=self._release_lock_of,
         )
+        # Parameters and statistics, each in shared memory and in this worker's own.
         self._parameters = [slot.tensor for slot in replica.slots]
         self._shared_parameters = self._map_shared(transport, replica.slots)
         self._private_data = [tensor.data for tensor in self._parameters]
@@ -86,6 +87,7 @@ class HogwildWorker(Exchange):
         self._shared_statistics = self._map_shared(transport, replica.statistics)
         self._last_statistics = [tensor.data.clone() for tensor in self._statistics]
         """Running statistics as this worker read them last."""
+        # The optimiser's state, which all workers step in place.
         numel = sum(slot.tensor.numel() for slot in replica.slots)
         parameters = self._parameters
         state_bytes = SharedOptimizerState.required_bytes(numel, len(parameters))
@@ -100,6 +102,7 @@ class HogwildWorker(Exchange):
         self._shared_states: list[dict[str, Any]] = []
         """State of the optimiser in shared memory, while the optimiser has a copy of it."""
         self._has_lock = False
+        # A step writes all parameters and reads them back.
         self._bytes_per_step = 2 * sum(view.nbytes for view in self._shared_parameters)
         self._handles = [replica.optimizer.register_step_pre_hook(reject_closure)]
         replica.listen(self, to="samples")
@@ -125,6 +128,7 @@ class HogwildWorker(Exchange):
             sizes = [-(-slot.tensor.numel() // line) * line for slot in group]
             for slot, part in zip(group, transport.shared_tensor(sum(sizes), dtype).split(sizes), strict=True):
                 views[slot] = like(part[: slot.tensor.numel()], slot.tensor)
+                # Other ranks may still see zeros here. They go on only after the constructor's last collective.
                 if self._rank == 0:
                     views[slot].copy_(slot.tensor.detach())
         return [views[slot] for slot in slots]
@@ -263,6 +267,7 @@ class HogwildWorker(Exchange):
         """Return a copy of the optimiser's state, by parameter."""
         states: dict[str, Any] = {}
 
+        # Run within the barrier, where no rank steps: otherwise tensors of one parameter could come from two steps.
         def copy(number: int) -> None:
             self._optimizer_state.refresh()
             for slot, state in zip(self.replica.slots, self._slot_states(), strict=True):
@@ -289,6 +294,8 @@ class HogwildWorker(Exchange):
                 slot_state.update(state["optimizer"].get(slot.name, {}))
             self._optimizer_state.reset()
 
+        # The leader writes, all read: `run_on_leader` returns on every rank only after the leader has published its
+        # end.
         def load_and_read(number: int) -> None:
             self._registry.run_on_leader(number, load)
             self._read()

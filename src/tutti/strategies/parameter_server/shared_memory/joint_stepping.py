@@ -42,10 +42,12 @@ class JointStepper(Stepper):
 
     def join_under_lock(self, join: Callable[[int], None]) -> None:
         self._context.registry.acquire(self._lock)
-        self._make_due_versions()
-        for bucket_index in range(len(self._context.buckets)):
-            join(bucket_index)
-        self._context.registry.release(self._lock)
+        try:
+            self._make_due_versions()
+            for bucket_index in range(len(self._context.buckets)):
+                join(bucket_index)
+        finally:
+            self._context.registry.release(self._lock)
 
     def _make_due_versions(self) -> None:
         """Make all joint versions that are due. Needs the lock."""

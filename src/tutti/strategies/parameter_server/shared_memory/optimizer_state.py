@@ -45,6 +45,7 @@ _DIRECTORY_BYTES = 1
 _HEADER_BYTES = 64
 _ALIGNMENT_BYTES = 64
 """Tensors begin on cache lines: aligned for every dtype, and no two of them share a line."""
+# Numbers that are no tensors, of all parameters of one shard: mostly one step count for each.
 _MAX_NUMBERS = 4096
 _FLOAT64_PER_ELEMENT = 8
 """Room for so many float64 of state for each element. Pages that are not used take no memory."""
@@ -68,6 +69,7 @@ class SharedOptimizerState:
         """
         self._num_parameters = num_parameters
         self.state_of = state_of
+        # The parts in the order that the module's text gives.
         directory_bytes = _max_directory_bytes(num_parameters)
         numbers_start = _HEADER_BYTES + 2 * directory_bytes
         numbers_stop = numbers_start + 8 * _MAX_NUMBERS
@@ -87,6 +89,8 @@ class SharedOptimizerState:
     @staticmethod
     def required_bytes(numel: int, num_parameters: int) -> int:
         """Return the size of the memory for parameters of `numel` elements in all."""
+        # At most a cache line for each tensor of state, with as many tensors per parameter as there are float64 per
+        # element.
         padding = _ALIGNMENT_BYTES * _FLOAT64_PER_ELEMENT * (num_parameters + 1)
         directories = 2 * _max_directory_bytes(num_parameters)
         return _HEADER_BYTES + directories + 8 * _MAX_NUMBERS + 8 * _FLOAT64_PER_ELEMENT * numel + padding
@@ -145,6 +149,7 @@ class SharedOptimizerState:
     def _allocate(self, key: str, value: Any) -> dict[str, Any]:
         """Return a new directory entry for a value."""
         if isinstance(value, Tensor):
+            # One after the other, and never freed: state keeps its size from step to step.
             start = -(-self._tensor_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             self._tensor_bytes = start + value.nbytes
             if self._tensor_bytes > self._tensors.numel():
@@ -155,6 +160,7 @@ class SharedOptimizerState:
             dtype = str(value.dtype).removeprefix("torch.")
             return {"start": start, "shape": list(value.shape), "stride": list(value.stride()), "dtype": dtype}
         if isinstance(value, bool | int | float):
+            # The next free place: numbers are removed by `reset` alone.
             number = sum("number" in entry for entry in self._entries.values())
             if number == _MAX_NUMBERS:
                 raise ConfigError(
@@ -193,12 +199,14 @@ class SharedOptimizerState:
     def _read_directory(self) -> None:
         """Take the published directory over, and point this rank's optimiser at the shared tensors."""
         directory = self._load_directory()
+        # A reset since this rank last looked: its private state is older than what is shared, so none of it counts.
         if self._num_resets != directory["num_resets"]:
             self._num_resets = directory["num_resets"]
             for index in range(self._num_parameters):
                 self.state_of(index).clear()
         self._tensor_bytes = directory["tensor_bytes"]
         self._entries = {(index, key): entry for index, key, entry in directory["entries"]}
+        # Entries may have moved; views are made anew when they are asked for.
         self._views.clear()
         self._has_numbers = any("number" in entry for entry in self._entries.values())
         # From here on this rank's optimiser steps the shared tensors in place.

@@ -50,6 +50,8 @@ class PushBuffers:
             width = _FIXED + num_options + len(shards_by_bucket[bucket.index]) + len(bucket.slots)
             numbers = transport.shared_tensor(transport.size * depth * width, torch.float64)
             self._numbers.append(numbers.numpy().reshape(transport.size, depth, width))
+            # Gradients lie in memory of the worker that writes them; the numbers above are small and share one
+            # segment.
             memories = transport.per_rank_tensors(depth * bucket.flat.numel(), bucket.flat.dtype)
             self._gradients.append([memory.view(depth, -1) for memory in memories])
 

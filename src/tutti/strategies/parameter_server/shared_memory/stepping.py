@@ -12,6 +12,7 @@ There are two ways to step. `ShardStepper` steps each shard by itself, under its
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 
 from tutti.strategies.parameter_server.shared_memory.context import SharedMemoryContext
 from tutti.strategies.parameter_server.shared_memory.shard_versions import ShardVersions
@@ -60,14 +61,14 @@ class ShardStepper(Stepper):
     def join_under_lock(self, join: Callable[[int], None]) -> None:
         for bucket_index, shards in enumerate(self._context.parameters.by_bucket):
             locks = [int(self._counters.lock[shard.index]) for shard in shards]
-            # In the order of shards on every rank: two workers that join at once cannot each wait for the other.
-            for lock in locks:
-                self._registry.acquire(lock)
-            for shard in shards:
-                self._versions.make_due_versions(shard.index)
-            join(bucket_index)
-            for lock in locks:
-                self._registry.release(lock)
+            with ExitStack() as held:
+                # In the order of shards on every rank: two workers that join at once cannot each wait for the other.
+                for lock in locks:
+                    self._registry.acquire(lock)
+                    held.callback(self._registry.release, lock)
+                for shard in shards:
+                    self._versions.make_due_versions(shard.index)
+                join(bucket_index)
 
     def repair(self, shard_index: int) -> None:
         self._versions.repair(shard_index)

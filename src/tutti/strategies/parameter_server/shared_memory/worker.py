@@ -61,6 +61,7 @@ class SharedMemoryWorker(ParameterServerWorker):
         replica, strategy, consistency = self.replica, self._strategy, self._consistency
         buckets, applies_own = replica.buckets, applies_own_updates(consistency)
         shards = cut_for_host(replica, transport.size, whole_buckets=applies_own or steps_jointly(strategy))
+        # 1. Indices of all counters, then the memory for them: the number of counters decides its size.
         layout = CounterLayout()
         registry_counters = RegistryCounters(layout, transport.size)
         counters = ShardCounters(layout, len(buckets), len(shards), transport.size)
@@ -78,12 +79,14 @@ class SharedMemoryWorker(ParameterServerWorker):
         )
         if self._rank == 0:  # Once, for all: the last collective call below orders it before the others' first read.
             counters.values[counters.is_member] = 1
+        # 2. Values and optimiser state, filled in by rank 0.
         parameters = SharedParameters(replica, transport, shards)
         # A worker may have bound + 1 updates that are not applied yet (`push_buffers.py`).
         depth = 0 if applies_own else (consistency.bound or 0) + 1
         num_options = len(OptimizerOptions(replica.optimizer))
         pushes = PushBuffers(replica, transport, parameters.by_bucket, num_options, depth)
         transport.shared_tensor(1, torch.uint8)  # Collective: no rank goes on before rank 0 has filled in its values.
+        # 3. Private memory: which versions this worker's model holds.
         local = [LocalBucket([0] * len(shards_of_bucket)) for shards_of_bucket in parameters.by_bucket]
         return SharedMemoryContext(
             replica,

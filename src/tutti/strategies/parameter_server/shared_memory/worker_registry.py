@@ -103,6 +103,7 @@ class WorkerRegistry:
     @property
     def alive(self) -> list[int]:
         """Ranks of the workers that have not left and are not lost."""
+        # A plain read: a status that changes now is seen by the next check.
         return np.flatnonzero(self._counters[self._indices.status] == _ALIVE).tolist()
 
     @property
@@ -169,6 +170,7 @@ class WorkerRegistry:
         self.wait(remaining)
 
     def _missing(self, counters: np.ndarray, number: int) -> Awaited | None:
+        """Return the counters of the living workers if one of them is below `number`, else None."""
         # Statuses are read anew in every check, so the wait also ends when the last missing worker is lost.
         alive = counters[self._counters[self._indices.status] == _ALIVE]
         return None if self.flags.reached(alive, number) else (alive, number)
@@ -186,6 +188,7 @@ class WorkerRegistry:
         # -1 is no progress that can be: the first check starts the deadline anew.
         deadline, last_progress = time.monotonic() + timeout_s, -1
         while (awaited := remaining()) is not None:
+            # In short waits, so that a lost worker or a stop is noticed after one of them.
             if self.flags.wait(*awaited, _CHECK_SECONDS):
                 continue
             self.check_workers(steps)

@@ -66,7 +66,10 @@ class Server:
         context = ServerContext(config, transport, self._membership, other_servers, self.events, self._spawn)
         self._replies = ReplySender(context)
         consistency = config.consistency
+        # With a quorum of 1 every update is a version by itself, and there is nothing to agree on.
         ordering = UpdateOrdering(context) if consistency.bound is None and consistency.quorum > 1 else None
+        # Values and the optimiser's state are copied once, from this rank's model: all ranks have the same at the
+        # start.
         self._shards: dict[int, ServerShard] = {}
         for shard in shards:
             bucket = replica.buckets[shard.bucket_index]
@@ -77,6 +80,7 @@ class Server:
                 optimizer = ShardOptimizer(shard, bucket, replica.optimizer, values)
             ledger = Ledger(consistency, self._membership.members, None if ordering is None else ordering.order)
             self._shards[shard.index] = ServerShard(context, shard, bucket, ledger, optimizer)
+        # The parts that act on shards come last, since they share the dictionary above.
         clipping = GlobalClipping(context, list(self._shards.values())) if config.clips_means else None
         self._versions = VersionMaker(context, self._shards, self._replies, ordering, clipping, self._complete_barrier)
         self._lifecycle = WorkerLifecycle(context, self._versions, self._replies, self.over.set)
@@ -95,6 +99,7 @@ class Server:
         """Begin to serve the workers of other ranks."""
         if not self._shards:
             return
+        # Before the first request: orders and norms of other servers may come at once.
         self._versions.start()
         for worker in self._config.workers:
             if worker != self._transport.rank:  # The worker of this rank calls `handle_request` itself.

@@ -65,6 +65,7 @@ class VersionMaker:
         if wanted_version != NO_PULL:
             shard.waiting_pulls[worker] = wanted_version
         self.settle([shard], worker)
+        # A push shows that training goes on, which workers at the barrier cannot see by themselves.
         self._replies.keep_alive(self.shards[first_shard])
 
     def settle_all(self) -> None:
@@ -127,6 +128,7 @@ class VersionMaker:
             self._clipping.restart()
         for shard in self.shards.values():
             shard.ledger.restart()
+            # Minus one, so that the first look at waiting pulls counts version 0 as new.
             shard.answered_version, shard.version = -1, 0
             shard.discard_snapshot()
             if shard.optimizer is not None:

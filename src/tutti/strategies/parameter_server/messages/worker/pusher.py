@@ -64,6 +64,7 @@ class ShardPusher:
             header = RequestHeader(kind, spec.index, shard.version, wanted, num_bytes, weight, norm)
             shard_flags = has_grad[[segment.slot_index for segment in spec.segments]]
             if bound is not None:
+                # Adds 1 for the first shard and 0 for the others, so that an iteration counts once.
                 self._context.staleness[shard.clock - shard.version] += spec.index == 0
             # Before the push begins: a server on this rank may reply at once.
             shard.clock += 1

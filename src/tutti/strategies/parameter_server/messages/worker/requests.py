@@ -69,6 +69,7 @@ class RequestSender:
 
     def send_to_all(self, kind: RequestKind) -> None:
         """Send a request without payload to all servers, and wait until it is sent."""
+        # To all at once: a server that is slow to take it must not hold up the others.
         for work in [self._transport.spawn(self.send(server, kind)) for server in self.servers]:
             work.wait()
 
@@ -77,6 +78,7 @@ class RequestSender:
         fetched: list[Any] = []
         for work in [self._transport.spawn(self._fetch_state(server, fetched)) for server in self.servers]:
             self.wait(work)
+        # States are merged by name and range: the segment's slot and place in its shard are not known here, nor used.
         segments = [
             (name, ShardSegment(0, start, stop, 0, is_whole), state) for name, (start, stop, is_whole), state in fetched
         ]
@@ -84,6 +86,7 @@ class RequestSender:
 
     def _fetch_state(self, server: int, segments: list[Any]) -> Operation:
         """Append the optimiser's state of a server's segments to `segments`."""
+        # The server of this rank is in the same process and thread: a message to oneself is not possible.
         if server == self._rank:
             assert self.local_server is not None
             segments += self.local_server.copy_state()["segments"]

@@ -31,12 +31,14 @@ class WorkerShard:
         """Memory for pushes."""
         self.codec_state = codec_state
         """What the codec keeps between pushes (error feedback)."""
+        # What the model holds, and what was asked for.
         self.version = 0
         """Version that the model holds."""
         self.clock = 0
         """Number of pushes so far, skipped iterations included."""
         self.pending_pull: Work | None = None
         """The push whose reply brings a newer version; None if none was asked for."""
+        # The memory of pulls, which `allocate` makes.
         self.received: Tensor | None = None
         """Where pulled values arrive; None in a dry run."""
         self.targets: list[Tensor] = []

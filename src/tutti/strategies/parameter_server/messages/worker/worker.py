@@ -30,10 +30,12 @@ class MessageWorker(ParameterServerWorker):
         super().__init__(replica, transport, strategy)
         group = join_group(replica, transport, strategy)
         self._channel, self._config = group.transport, group.config
+        # Before this worker pushes anything: those of other ranks may push here at once.
         self._server = group.start_server(replica) if self._rank in self._config.servers else None
         self._shards = [
             make_worker_shard(shard, replica, self._config, self._rank, self._server) for shard in group.shards
         ]
+        # Three indexes of the same shards: pushes come by bucket, replies by server, and waits of modules by slot.
         self._shards_by_bucket: dict[int, list[WorkerShard]] = {bucket.index: [] for bucket in replica.buckets}
         self._shards_by_server: dict[int, list[WorkerShard]] = {}
         self._shards_by_slot: dict[Slot, list[WorkerShard]] = {}
@@ -176,6 +178,7 @@ class MessageWorker(ParameterServerWorker):
         """
         if "optimizer" not in state:
             return set(state)
+        # Before the consensus, which loads the servers' old values into the model.
         images = {bucket.index: bucket.image() for bucket in self.replica.buckets}
         self.consensus()
         works = [
@@ -186,6 +189,7 @@ class MessageWorker(ParameterServerWorker):
         for work in works:
             work.wait()
         for shard in self._shards:
+            # With its old clock, this worker would ask for versions that the servers reach much later.
             shard.clock = 0  # Servers start again from version 0.
         # The rank that loads a server enters the barrier afterwards: so all have loaded when it completes.
         self._pull_all(RequestKind.BARRIER)
