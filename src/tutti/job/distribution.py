@@ -59,8 +59,7 @@ def distribute(
     world = world or initialised_world()
     # Mistakes are collected, not raised: every rank has to reach `check_alike`, which raises them on all ranks alike.
     strategy, mistakes = _chosen(strategy, world)
-    mistakes += _mistakes(model, optimizer, strategy)
-    mistakes += refusals(lambda technique: support(technique, strategy, mesh), model, optimizer)
+    mistakes += _mistakes(model, optimizer, strategy, mesh)
     if world.size > 1 and world.transport.cluster is None and any(p.is_meta for p in model.parameters()):
         mistakes.append("the model is on the meta device, without values: build it on a real one, or simulate it.")
     if world.transport.cluster is not None and any(p.is_cuda for p in model.parameters()):
@@ -190,9 +189,9 @@ def _chosen(strategy: Strategy | str | None, world: World) -> tuple[Strategy, li
         return AllReduce(), [str(error)]
 
 
-def _mistakes(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> list[str]:
+def _mistakes(model: nn.Module, optimizer: Optimizer, strategy: Strategy, mesh: Mesh | None) -> list[str]:
     """Return everything that is wrong with what `distribute` was given."""
-    mistakes = []
+    mistakes = refusals(lambda technique: support(technique, strategy, mesh), model, optimizer)
     if getattr(model, JOB_ATTRIBUTE, None) is not None:
         mistakes.append("this model is distributed already; call finish() on its job before distributing it again.")
     if any(isinstance(module, Branches) for module in model.modules()) and not strategy.averages_gradients:
