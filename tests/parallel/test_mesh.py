@@ -690,7 +690,11 @@ REFUSED_OPTIMIZERS: list[tuple[Mesh, Callable[[nn.Module], torch.optim.Optimizer
         lambda model: torch.optim.Adafactor(model.parameters()),
         r"Adafactor looks at .* tensor=2: use SGD",
     ),
-    (PIPED, lambda model: torch.optim.LBFGS(model.parameters()), r"LBFGS looks at .* with pipe=2: use SGD"),
+    (
+        PIPED,
+        lambda model: torch.optim.LBFGS(model.parameters()),
+        r"LBFGS looks at the whole model, and a rank has parts of it: use SGD",
+    ),
     (Mesh(tensor=2), _factored, r"SGD keeps state 'rows' of shape \(9,\) for parameter '0.weight'"),
 ]
 

@@ -279,6 +279,7 @@ def mesh_mistakes(
 
 def _optimizer_mistakes(optimizer: Optimizer, mesh: Mesh) -> list[str]:
     """Refuse optimisers that look at more than one element of a parameter at a time."""
+    # By name, not by class: many of these are in packages that need not be installed.
     if mesh.tensor == 1 or not any(base.__name__ in _WHOLE_TENSOR_OPTIMIZERS for base in type(optimizer).__mro__):
         return []
     return [

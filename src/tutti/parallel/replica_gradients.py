@@ -65,6 +65,7 @@ class ReplicaGradients:
         ]
         if norm_type == float("inf"):
             return self._over_ranks(max((float(each.abs().max()) for each in counted), default=0.0), max)
+        # In float64: powers of float16 gradients may overflow or vanish.
         powers = sum(float(each.double().abs().pow(norm_type).sum()) for each in counted)
         return float(self._over_ranks(powers, sum) ** (1 / norm_type))
 
@@ -73,6 +74,7 @@ class ReplicaGradients:
         norm = self.norm()
         for parameter in self._parameters:
             if parameter.grad is not None:
+                # The same small number as in `torch.nn.utils.clip_grad_norm_`, so that both scale alike.
                 parameter.grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
         return norm
 

@@ -53,6 +53,7 @@ class UserChanges:
         versions, self._versions = self._versions, None
         if versions is None:
             return []
+        # Versions cost nothing to read, so they are compared in every step; values only after the first few.
         changed = [slot for slot, version in zip(self._slots, versions, strict=True) if slot.tensor._version != version]
         # Not strict: there are values in the first passes only.
         changed += [s for s, value in zip(self._slots, self._values, strict=False) if not _same(s.tensor, value)]

@@ -181,7 +181,8 @@ class PeerExchange(Exchange):
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        if self.context.group.is_over or self._is_closed:  # There is no training left to go on.
+        # There is no training left to go on, or the model holds the values of a consensus, which must stay.
+        if self.context.group.is_over or self._is_closed or self._local_values is not None:
             yield
             return
         self._expect_new_parameters()

@@ -184,9 +184,9 @@ class ParameterServerWorker(Exchange):
         if self._user_changes is not None:
             self._user_changes.record()
 
-    def _expect_new_parameters(self) -> None:
-        """Note that parameters are about to be loaded outside of a step, over what the user may have changed."""
-        if self._user_changes is not None:
+    def _expect_new_parameters(self, taken: bool = False) -> None:
+        """Parameters are about to be loaded outside of a step: refuse what the user changed, unless it is `taken`."""
+        if self._user_changes is not None and not (taken and self._user_changes.changed()):
             self._user_changes.check()
 
     def restore_local(self) -> None:

@@ -180,7 +180,7 @@ class SharedMemoryWorker(ParameterServerWorker):
         """Start again from the model as it is on the leader, and from this state of the optimiser."""
         if "optimizer" not in state:
             return set(state)
-        self._expect_new_parameters()
+        self._expect_new_parameters(taken=True)
         # First of all: the waits below overwrite the model with the old shared values.
         images = [bucket.image() for bucket in self.replica.buckets]
 

@@ -178,6 +178,7 @@ class MessageWorker(ParameterServerWorker):
         """
         if "optimizer" not in state:
             return set(state)
+        self._expect_new_parameters(taken=True)
         # Before the consensus, which loads the servers' old values into the model.
         images = {bucket.index: bucket.image() for bucket in self.replica.buckets}
         self.consensus()
