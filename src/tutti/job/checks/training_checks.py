@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tutti.collectives import all_gather_json
 from tutti.errors import ConfigError, RankLost
 from tutti.job.checks import process_hooks
 from tutti.job.checks.batches import NUM_BATCHES, BatchRecord, refuse_same_batches
@@ -44,6 +45,15 @@ _SOON_SECONDS = 1.0
 """How long a rank that has found an error waits for what others know about it."""
 
 
+def _agreed_number(world: World) -> int:
+    """Return a number for a new job that all its ranks agree on. Collective.
+
+    Ranks count the jobs of their process, of which some may be in other worlds that not all ranks are in.
+    """
+    world.usage.num_jobs = max(all_gather_json(world.usage.num_jobs, world.transport))
+    return world.usage.num_jobs
+
+
 class TrainingChecks:
     """The checks of one rank of several."""
 
@@ -52,7 +62,7 @@ class TrainingChecks:
         self._rank = world.rank
         self._simulated = world.transport.cluster is not None
         """Whether this is virtual time, in which checks send nothing."""
-        self._job = world.usage.num_jobs
+        self._job = world.usage.num_jobs if self._simulated else _agreed_number(world)
         self._num_passes = 0
         self._due = 2
         self._watches_loss = strategy.steps_by_mean_gradient
