@@ -53,7 +53,7 @@ class FiniteCheck:
         if grad.device.type != "cpu" or grad.dtype not in _NUMPY or grad.is_sparse or not grad.numel():
             return True
         if grad is not self._slot.view:  # Memory of the user's, which must not be kept.
-            return isfinite(grad.detach().flatten()[0].item())
+            return isfinite(grad.detach().numpy().item(0))
         if grad is not self._view:
             # Shares the memory of the bucket: reading an element is then ten times as quick as by torch.
             self._view, self._element = grad, grad.detach().flatten()[:1].numpy()
