@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tutti.errors import ConfigError
 
 SHARD_SETTINGS = ("the number of samples", "batch_size", "drop_last", "seed")
-"""What must be the same on every rank where `shard` divides data."""
+"""Settings of `shard` that must be equal on all ranks."""
 
 
 class SampleCounts:

@@ -60,7 +60,10 @@ class Messages:
     def wait_for(self, seconds: float) -> dict[int, Tensor]:
         """Return the tensors of this rank and of those whose messages come within some seconds, by rank."""
         deadline = time.monotonic() + seconds
-        while not self.done() and time.monotonic() < deadline:
+        # A lost peer has no message left to wait for: its work is done, or was never started.
+        while any(work is not None and not work.done() for work in self._receives.values()):
+            if time.monotonic() >= deadline:
+                break
             time.sleep(0.001)
         came = {peer: row for peer, row in self._rows.items() if _has_come(self._receives[peer])}
         return dict(sorted({**came, self._rank: self._local}.items()))

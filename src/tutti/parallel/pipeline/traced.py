@@ -146,7 +146,7 @@ class _TracedLayer(nn.Module):
 def _export(model: nn.Module, args: tuple[Any, ...]) -> fx.GraphModule:
     """Trace a model. Raises `ConfigError` with the line of the user's code that cannot be traced."""
     try:
-        # torch.export prints what it failed on to stderr; the error below says it with the user's line.
+        # torch.export prints its own report to stderr; the error below names the line of the user's code.
         with _trace_lock, torch.enable_grad(), warnings.catch_warnings(), redirect_stderr(StringIO()):
             warnings.simplefilter("ignore")  # They are about saving exported programs, which is not done here.
             exported = torch.export.export(model, args, strict=False)

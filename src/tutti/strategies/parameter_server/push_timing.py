@@ -50,8 +50,7 @@ class PushTiming:
         # A second backward pass has added to the gradients of the first.
         if not self._decided and (num_backwards > 1 or self._changed()):
             self._decided = True
-            # All ranks run the same script, so one warning is enough; the others' lines are there for whoever looks
-            # for them.
+            # All ranks run the same script, so one warning is enough. The other ranks log it at a lower level.
             _log.log(
                 logging.WARNING if self._rank == 0 else logging.INFO,
                 "rank %d: gradients are changed between backward and optimizer.step(), so they are pushed to the "
