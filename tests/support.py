@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 import tutti
 import tutti.transports.shared_memory.transport  # Compiled here, not inside a test's deadline.
 from tutti.cluster import Cluster, Link
+from tutti.coordination import LocalCoordinator
 from tutti.launch.rendezvous import connect
 from tutti.simulation.runs.simulate import simulate
 from tutti.transports import Membership, Peer, SingleRankTransport
@@ -48,14 +48,15 @@ def run_threads(
     """`function(world, *args)` on `size` ranks; their results, or the exceptions they raised, by rank."""
     if transport in SIMULATED:
         return _run_simulated(function, *args, size=size, transport=transport, timeout=timeout)
-    store = HashStore()
+    coordinator = LocalCoordinator()
     results: list[Any] = [None] * size
     hosts = [f"host{rank // 2 if transport == 'hosts' else 0}" for rank in range(size)]
     peers = [Peer.this_process(rank, host, host) for rank, host in enumerate(hosts)]
 
     def work(rank: int) -> None:
         try:
-            with _world(Membership(rank, peers, store, timeout), transport) as world:
+            member = coordinator.member(peers[rank].process)
+            with _world(Membership(rank, peers, member, "world", timeout), transport) as world:
                 results[rank] = function(world, *args)
         except SystemExit:
             return  # It was a server.

@@ -275,12 +275,12 @@ def a_rank_that_does_not_answer_is_waited_for_no_longer_than_asked(link: Transpo
 
     assert isinstance(link, MpiTransport)
     membership = link.membership
-    hasty = Membership(membership.rank, membership.peers, membership.store, timedelta(seconds=1))
+    hasty = Membership(membership.rank, membership.peers, membership.member, membership.scope, timedelta(seconds=1))
     made = MpiTransport(hasty, MPI.COMM_WORLD.Dup(), name="hasty")
     keys = [f"gave up {rank}" for rank in range(1, link.size)]
     made.all_reduce(torch.ones(1)).wait()
     if link.rank == 0:
-        membership.await_keys(keys, "the others to give up")
+        membership.await_values(keys, "the others to give up")
         made.all_reduce(torch.ones(3)).wait()
     else:
         started = time.monotonic()
@@ -290,7 +290,7 @@ def a_rank_that_does_not_answer_is_waited_for_no_longer_than_asked(link: Transpo
         with pytest.raises(DeadlineExceeded):
             made.irecv(torch.empty(1), 0).wait()
         assert 1.5 < time.monotonic() - started < 10
-        membership.store.set(f"gave up {link.rank}", "1")
+        membership.set(f"gave up {link.rank}", "1")
     made.close()
     assert not made.broken
 
@@ -371,8 +371,8 @@ def loss(world: tutti.World) -> None:
         world.transport.all_reduce(torch.ones(3)).wait()
     print(f"rank {world.rank} knows", flush=True)
     keys = [f"knows {rank}" for rank in (0, 2)]
-    world.transport.membership.store.set(f"knows {world.rank}", "1")
-    world.transport.membership.subset([world.rank]).await_keys(keys, "the others")
+    world.transport.membership.set(f"knows {world.rank}", "1")
+    world.transport.membership.subset([world.rank]).await_values(keys, "the others")
 
 
 def main() -> None:

@@ -5,17 +5,18 @@ from datetime import timedelta
 import pytest
 import torch
 from torch import nn
-from torch.distributed import HashStore
 
 import tutti
 from tutti.codecs import Cast, Codec, ErrorFeedback, LowRank, OneBit, Quantize, RandomK, Threshold, TopK
+from tutti.coordination import LocalCoordinator
 from tutti.transports import Membership, Peer, SocketTransport
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 
 def reduce_by_nccl() -> tuple[bool, bool, list[float]]:
-    membership = Membership(0, [Peer.this_process(0, "host", "host")], HashStore(), timedelta(seconds=30))
+    peer = Peer.this_process(0, "host", "host")
+    membership = Membership(0, [peer], LocalCoordinator().member(peer.process), "alone", timedelta(seconds=30))
     with SocketTransport(membership) as transport:
         tensor = torch.ones(5, device="cuda")
         transport.all_reduce(tensor).wait()

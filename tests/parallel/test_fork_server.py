@@ -96,7 +96,9 @@ def parent_and_examine() -> tuple[int, dict[str, Any]]:
     return os.getppid(), examine()
 
 
-CHANGING = ("TUTTI_SUPERVISOR_PIPE", "TUTTI_PARENT", "TUTTI_START", "MASTER_PORT", "_")
+CHANGING = (
+    "TUTTI_SUPERVISOR_PIPE", "TUTTI_PARENT", "TUTTI_START", "TUTTI_COORDINATOR", "TUTTI_SECRET", "MASTER_PORT", "_",
+)  # fmt: skip
 
 
 def streams() -> list[Any]:

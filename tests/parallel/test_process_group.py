@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 from support import run_threads
+from tutti.coordination import LocalCoordinator
 from tutti.errors import RankLost
 from tutti.transports import Membership, Peer, SocketTransport
 from tutti.transports.gpu.process_groups import TorchGroupWork
-from tutti.transports.membership import wait_for_keys
 from tutti.world import World
 
 _IN_TIME_S = 10
@@ -27,16 +26,20 @@ def test_ranks_connect_all_or_none(first: str) -> None:
     def meet(world: World) -> float:
         transport = world.transport
         assert isinstance(transport, SocketTransport)
-        decided = [f"{transport.name}/gloo/verdict"]
+        membership = transport.membership
+        wait, come = membership.await_values, f"{transport.name}/gloo/0"
 
-        def await_keys(*_: Any) -> None:
+        def await_values(keys: list[str], *rest: Any, **options: Any) -> list[str]:
+            if come not in keys:
+                return wait(keys, *rest, **options)
             gives_up = world.rank == 0
             if gives_up == (first == "all have come"):
-                assert wait_for_keys(transport.membership.store, decided, 10)
+                assert wait([f"{transport.name}/gloo/verdict"], "a decision")
             if gives_up:
                 raise RankLost("rank 0: rank 1 is gone")
+            return []
 
-        transport.membership.await_keys = await_keys  # type: ignore[method-assign]
+        membership.await_values = await_values  # type: ignore[method-assign]
         tensor = torch.ones(4)
         transport.all_reduce(tensor).wait()
         return tensor[0].item()
@@ -58,7 +61,8 @@ def test_a_sum_that_failed_holds_no_sockets() -> None:
         def wait(timeout: timedelta) -> None:
             raise RuntimeError("Connection closed by peer")
 
-    membership = Membership(0, [Peer.this_process(0, "here", "here")], HashStore(), timedelta(seconds=1))
+    peer = Peer.this_process(0, "here", "here")
+    membership = Membership(0, [peer], LocalCoordinator().member(peer.process), "alone", timedelta(seconds=1))
     work = Failing()
     held, summed = weakref.ref(work), TorchGroupWork(work, membership)  # type: ignore[arg-type]
     del work

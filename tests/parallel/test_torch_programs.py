@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tutti
 from torch_programs import PROGRAMS, run_programs
+from tutti.transports.torch_store import torch_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # CharGPT ends in a view, which nobody changes.
 
@@ -22,7 +23,7 @@ def everything() -> dict[str, Any]:
     """All programs on four ranks and on two, on both backends; and then a rank is killed."""
     world = tutti.init()
     world.tolerate_loss(True)
-    store = world.transport.membership.store  # type: ignore[attr-defined]
+    store = torch_store(world.transport.membership, "programs")  # type: ignore[attr-defined]
     found: dict[str, Any] = {}
     for backend in ("gloo", "tutti"):
         four = dist.PrefixStore(f"four {backend}", store)

@@ -12,7 +12,8 @@ import tutti
 PACKAGE = Path(tutti.__file__).parent
 
 LAYERS = [
-    "errors", "plugins", "versions", "simulation.sizes", "cluster", "measurement", "events", "transports", "codecs",
+    "errors", "plugins", "versions", "simulation.sizes", "cluster", "measurement", "events", "coordination",
+    "transports", "codecs",
     "collectives", "replica", "simulation", "backend", "cost", "strategies", "parallel", "plan", "world", "data", "job",
     "launch", "recipes", "simulation.runs", "report", "bench", "cli", "__main__",
 ]  # fmt: skip

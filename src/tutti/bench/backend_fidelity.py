@@ -21,6 +21,7 @@ from tutti.plan.network import cluster_with, measure_network
 from tutti.recipes import recipe
 from tutti.simulation.runs.calibrate import batch_size_of
 from tutti.simulation.runs.simulate import simulate
+from tutti.transports.torch_store import torch_store
 from tutti.world import World, world
 
 _WARM_UP = 3
@@ -76,7 +77,7 @@ def _simulated(model: str, wrapper: str, steps: int, workers: int, cluster: Clus
 def _in_lab(model: str, steps: int) -> dict[str, Any]:
     """Measure the computing speed while all ranks compute, and train on both backends, on one rank. Collective."""
     lab_world = init()
-    store = lab_world.transport.membership.store  # type: ignore[attr-defined]
+    store = torch_store(lab_world.transport.membership, "fidelity")  # type: ignore[attr-defined]
     measured: dict[str, Any] = {
         "network": measure_network(lab_world.transport),
         **_measure_computing(model, lab_world, store),

@@ -14,6 +14,7 @@ from tutti.bench.models import BenchmarkModel
 from tutti.job import Job, distribute
 from tutti.strategies import parse
 from tutti.transports import HostsTransport
+from tutti.transports.torch_store import torch_store
 from tutti.world import World
 
 
@@ -23,8 +24,7 @@ def torch_group(world: World) -> Iterator[None]:
     transport = world.transport.inner if isinstance(world.transport, HostsTransport) else world.transport
     # One rank alone has no membership, and needs no store that others can reach.
     membership = getattr(transport, "membership", None)
-    store = dist.PrefixStore("ddp", membership.store) if membership is not None else dist.HashStore()
-    # A prefix keeps torch's keys apart from those of Tutti's rendezvous in the same store.
+    store = torch_store(membership, "ddp") if membership is not None else dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     try:
         yield

@@ -4,6 +4,7 @@ import torch.distributed as dist
 
 from tutti.transports import Membership, Transport
 from tutti.transports.base import TransportWrapper
+from tutti.transports.torch_store import torch_store
 from tutti.world import World
 
 
@@ -15,7 +16,7 @@ def make_default_group(world: World) -> None:
         dist.init_process_group("tutti")
     else:
         membership = _membership(world.transport)
-        store = dist.HashStore() if membership is None else dist.PrefixStore("torch", membership.store)
+        store = dist.HashStore() if membership is None else torch_store(membership, "torch")
         dist.init_process_group(
             "tutti", store=store, rank=world.rank, world_size=world.size, timeout=world.transport.timeout
         )

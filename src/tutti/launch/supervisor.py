@@ -15,8 +15,12 @@ A worker is in one of these states:
 A failure that only follows from another rank's (`Failure.knock_on`) is never reported as the cause while another is
 known. So all workers that have ended are looked at together, and before one is judged its pipe is read to the end.
 
-The store through which ranks meet is served by this process, or by one that the fork server makes. If that one ends
-before the workers, the run is over as after a failure: ranks would wait for their whole timeout.
+Ranks meet at the run's coordinator (`tutti.coordination`), which this process serves in a thread. A worker that it has
+evicted, because it was silent for too long, is killed: it may be stopped, and would never end by itself.
+
+Programs that call `torch.distributed.init_process_group` need a store of torch's. It is served by this process if it
+has imported torch, else by one that the fork server makes. If that one ends before the workers, the run is over as
+after a failure: ranks would wait for their whole timeout.
 
 Stopping sends SIGTERM to the process groups that run, waits `_GRACE_S`, then sends SIGKILL to every group, those of
 ended workers included, so that children which a worker left behind end too. Each worker is the leader of its own
@@ -34,7 +38,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from tutti.coordination import Coordinator
 from tutti.errors import StoreLost, WorkerFailed
+from tutti.launch.control_service import serve_coordinator
 from tutti.launch.fork_client import ForkedProcess, describe_status
 from tutti.launch.lab import namespaces
 from tutti.launch.lab.placement import ProcessPlacement
@@ -61,12 +67,16 @@ class _Worker:
     """Its stdout and stderr, by the number of the supervisor's end."""
     inbox: Inbox = field(default_factory=Inbox)
     ended_at: float | None = None
+    evicted: str | None = None
+    """Why the coordinator goes on without it, if it does while its process is still there."""
 
     def reason(self) -> str | None:
         """How it failed; None if it runs, or ended well."""
         # What the worker itself reported says more than the status that it exits with afterwards.
         if self.inbox.failure is not None:
             return self.inbox.failure.reason
+        if self.evicted is not None:
+            return f"was stopped: {self.evicted}"
         status = self.process.poll()
         if status is None or status == 0:
             return None
@@ -92,8 +102,9 @@ class Supervisor:
         self._first_failed: _Worker | None = None
         self._lost: list[_Worker] = []
         """Workers that failed while the others went on, the first one first."""
+        self._coordinator: Coordinator | None = None
         self._store: Any = None
-        """The store that workers meet in, where this process serves it."""
+        """The store of torch's groups, where this process serves it."""
         self._store_process: StoreProcess | None = None
         """The process that serves it otherwise."""
         self._store_end: str | None = None
@@ -105,7 +116,8 @@ class Supervisor:
     def run(self) -> list[Any]:
         """Start all, wait for all, and return their results by rank."""
         try:
-            # The store first: its port is among the variables of every worker.
+            # First: their ports are among the variables of every worker.
+            self._coordinator = serve_coordinator(self._placement, self._common_environment)
             self._serve_store()
             for rank in range(self._placement.num_workers):
                 self._workers.append(self._start(rank))
@@ -119,7 +131,7 @@ class Supervisor:
         return [None if worker in self._lost else worker.inbox.result for worker in self._workers]
 
     def _serve_store(self) -> None:
-        """Serve the store in this process if it has imported torch already, else in one that the fork server makes."""
+        """Serve torch's store in this process if it has imported torch, else in one that the fork server makes."""
         # Workers get the port of a socket that listens already. Were only a free number chosen here, another process
         # could take it before the store does.
         listener = self._placement.listen()
@@ -175,6 +187,7 @@ class Supervisor:
         while any(worker.ended_at is None for worker in self._workers):
             # Output is read in every round, also while workers end: a full pipe would block them.
             self._read(_POLL_S)
+            self._kill_evicted()
             failed_before = self._first_failed is not None
             self._note_ends()
             # A store that ends after a failure of an earlier round is not its cause.
@@ -187,6 +200,16 @@ class Supervisor:
             if deadline is not None and time.monotonic() > deadline:
                 return
         self._drain()
+
+    def _kill_evicted(self) -> None:
+        """End workers that the coordinator has evicted: they may be stopped, and would never end."""
+        assert self._coordinator is not None
+        while self._coordinator.evicted:
+            description, reason = self._coordinator.evicted.popleft()
+            worker = self._workers[description.rank] if 0 <= description.rank < len(self._workers) else None
+            if worker is not None and worker.process.pid == description.pid and worker.ended_at is None:
+                worker.evicted = reason
+                _signal_group(worker.process.pid, signal.SIGKILL)
 
     def _read(self, seconds: float) -> None:
         """Handle what has come from workers and from the fork server; wait `seconds` for it at most."""
@@ -264,12 +287,9 @@ class Supervisor:
         """How a worker that has ended failed, after all that it reported has been read; None if it ended well."""
         # The pipe still holds what was written before the process ended. Judged without it, a worker that failed
         # because of another would look like a cause.
-        while self._ready(worker.pipe):
+        while any(key.fd == worker.pipe for key, _ in self._selector.select(0)):
             self._read(0)
         return worker.reason()
-
-    def _ready(self, file: int) -> bool:
-        return any(key.fd == file for key, _ in self._selector.select(0))
 
     def _drain(self) -> None:
         """Read what is left. A worker's own children may hold its pipes open: wait for them no longer than a moment."""
@@ -311,6 +331,8 @@ class Supervisor:
                 os.close(file)
             os.close(worker.pipe)
         self._selector.close()
+        if self._coordinator is not None:
+            self._coordinator.close()
         self._store = None
         if self._store_process is not None:
             self._store_process.close()

@@ -1,7 +1,8 @@
 """Process groups of torch.distributed on the "tutti" backend: rendezvous of their ranks, and choice of a transport.
 
-Groups in a world that is simulated, or runs over MPI, use a channel of that world's transport. All others meet through
-the store that torch gives them, and open sockets and shared memory of their own.
+Groups in a world that is simulated, or runs over MPI, use a channel of that world's transport. All others meet at the
+run's coordinator, which they find through the store that torch gives them, and open sockets and shared memory of their
+own.
 """
 
 import sys
@@ -13,8 +14,9 @@ from typing import Any
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from tutti.backend import GroupConnection
+from tutti.launch.control_plane import member_through, wait_for_ranks
 from tutti.launch.environment import RankEnvironment
-from tutti.launch.rendezvous import listen_address, wait_for_ranks
+from tutti.launch.host import listen_address
 from tutti.simulation import operator_clock
 from tutti.transports import Membership, SingleRankTransport, SocketTransport, Transport
 from tutti.transports.base import TransportWrapper
@@ -45,28 +47,30 @@ def open_group(options: Any) -> GroupConnection:
         elif shared is not None:
             transport = shared.channel(f"torch {options.group_id}", numbers)
         else:
-            membership, address = _rendezvous(options, numbers)
+            membership = _rendezvous(options, numbers)
             # Before the connection: if it fails here, the ranks that wait for this one learn that it left.
             stack.callback(membership.leave)
-            transport = _connect(membership, address)
+            transport = _connect(membership)
         return GroupConnection(transport, numbers[rank], stack.pop_all().close)
 
 
-def _rendezvous(options: Any, numbers: list[int]) -> tuple[Membership, str]:
-    """Wait for the ranks of the group; returns them, and the address on which to listen for them."""
+def _rendezvous(options: Any, numbers: list[int]) -> Membership:
+    """Wait for the ranks of the group."""
     # torch numbers groups alike on all ranks, so all count alike too.
     _num_opened[options.group_id] += 1
-    store = PrefixStore(f"tutti/{_num_opened[options.group_id]}", options.store)
-    environment = RankEnvironment(
-        "torch.distributed", options.group_rank, options.group_size, 0, *_address(options.store)
-    )
-    membership = _with_global_ranks(wait_for_ranks(environment, store, options.timeout), numbers)
-    return membership, listen_address(environment, membership)
+    rank, size = options.group_rank, options.group_size
+    address, port = _address(options.store)
+    key = f"tutti/{_num_opened[options.group_id]}"
+    member, scope = member_through(options.store, key, numbers[rank], rank == 0, options.timeout)
+    membership = _with_global_ranks(wait_for_ranks(member, scope, rank, size, options.timeout), numbers)
+    environment = RankEnvironment("torch.distributed", rank, size, 0, address, port)
+    membership.address = listen_address(environment, membership)
+    return membership
 
 
-def _connect(membership: Membership, address: str) -> Transport:
+def _connect(membership: Membership) -> Transport:
     """Open a transport of the group's own. Where that fails half way, nothing of it stays open."""
-    transport = SocketTransport(membership, address=address)
+    transport = SocketTransport(membership)
     try:
         return shared_where_possible(transport)
     except BaseException:
@@ -88,7 +92,7 @@ def _transport_for_groups(transport: Transport) -> Transport | None:
 def _with_global_ranks(membership: Membership, numbers: list[int]) -> Membership:
     """The same members, with their ranks in the whole world, which error messages show."""
     peers = [replace(peer, rank=number) for peer, number in zip(membership.peers, numbers, strict=True)]
-    renumbered = Membership(membership.rank, peers, membership.store, membership.timeout)
+    renumbered = Membership(membership.rank, peers, membership.member, membership.scope, membership.timeout)
     renumbered.timeout_hint = "the timeout of init_process_group or new_group"
     return renumbered
 

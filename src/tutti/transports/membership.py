@@ -2,71 +2,42 @@
 
 How it works
 ------------
-The ranks of one generation share a `torch.distributed` store. A `Membership` lists them as `Peer`s. A
-`ChannelMembership` adds what they announce about one channel. Each rank writes only its own keys, and no key is ever
-removed:
+The ranks of one world or group are members of a job, which meet in a scope of its coordinator (`tutti.coordination`). A
+`Membership` lists them as `Peer`s. A `ChannelMembership` adds what they announce about one channel. What a rank
+announces, it announces to all:
 
-- `left/RANK`: this rank leaves the world and answers no more. Written on purpose (shutdown) by `leave`.
-- `fled/RANK`: this rank stops because of another rank's failure. Written just before it raises its own error, so that
-  the others do not report it as the cause when they see it go.
-- `CHANNEL/over/RANK`: this rank has closed or aborted one channel, with the reason as text.
+- left: this rank leaves the world and answers no more. On purpose (shutdown), by `leave`.
+- fled: this rank stops because of another rank's failure. Just before it raises its own error, so that the others do
+  not report it as the cause when they see it go.
+- closed, aborted: this rank's part in one channel is over.
 
-A rank is gone if its process has ended, which only ranks of the same host can see (`/proc`, with the start time, so
-that a reused process id is not mistaken for it), or if its `left` key is there. A peer on another host that dies
-without a word is noticed by its closed connection, which is the transport's task.
+A rank is gone if the coordinator has told so (its process has ended, or was silent for too long), or if it has left.
+While there is no coordinator, ranks of the same host are looked at in `/proc`. Nothing here asks over the network: what
+the coordinator tells is kept by the `Member`.
 
-`gone` reads the `fled` keys last. A rank writes `fled` before it can be seen to be gone, so a rank found gone without
-that key went by itself and is the cause. If all fled, all of them are reported.
+The coordinator tells of a loss after everything that the lost rank announced. So a rank that is gone and has not fled
+went by itself and is the cause. If all fled, all of them are reported.
 
-Waits: `await_keys` polls the store. It ends when all keys are there, when a rank is found gone (`RankLost`), or after
-`timeout` (`DeadlineExceeded`). The store may end with the launcher: its errors are taken as "nothing announced",
-because no rank is left then that could read it.
+Waits: `await_values` ends when all values are there, when a rank is found gone (`RankLost`), when this process is
+excluded from the job (`RankLost`), or after `timeout` (`DeadlineExceeded`).
 """
 
-import json
-import os
+import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import DistError, Store
-
+from tutti.cluster.hosts import LOOPBACK
+from tutti.coordination import Member, MemberDescription
+from tutti.coordination.description import process_state
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost
 
-
-def start_time(pid: int) -> int:
-    """When a process started, in clock ticks since boot; -1 if it has ended, also if it is not reaped yet."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            fields = stat.read().rpartition(")")[2].split()  # The command before it may contain anything.
-    except (FileNotFoundError, ProcessLookupError):
-        return -1
-    # A zombie has ended: its memory is gone, and it answers nothing.
-    return -1 if fields[0] in "ZX" else int(fields[19])  # State (zombie, dead) and start time: see proc(5).
-
-
 WATCH_SECONDS = 0.5
-"""How often a waiting rank checks whether the ranks it waits for are still there."""
+"""How often a waiting rank checks whether the ranks it waits for are still there, beside when it is told."""
 
 EXPLAIN_SECONDS = 1.0
 """How long to look for the cause of a broken connection: sockets close a little before the process is seen to end."""
-
-
-def wait_for_keys(store: Store, keys: list[str], seconds: float) -> bool:
-    """Whether all `keys` are in the store within `seconds`.
-
-    It polls, because the store's own wait logs an error when it times out.
-    """
-    deadline, pause = time.monotonic() + seconds, 0.0005
-    while not store.check(keys):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause)
-        # Short at first, as ranks mostly arrive together; then longer, because each check is a request to the store.
-        pause = min(2 * pause, 0.05)
-    return True
 
 
 @dataclass(frozen=True)
@@ -75,29 +46,23 @@ class Peer:
 
     rank: int
     """Its rank in the whole world, which error messages name."""
-    host: str
-    """The name of its host, for people."""
-    host_id: str
-    """Identifies its host: ranks with equal ids can share memory and see each other's processes."""
-    pid: int
-    """Its process id on that host."""
-    started: int
-    """The start time of that process, as `start_time` gives it."""
+    process: MemberDescription
+    """Its process."""
 
     @classmethod
     def this_process(cls, rank: int, host: str, host_id: str) -> "Peer":
         """Describe the calling process as `rank`."""
-        pid = os.getpid()
-        return cls(rank, host, host_id, pid, start_time(pid))
+        return cls(rank, MemberDescription.this_process(rank, host, host_id))
 
-    def to_json(self) -> str:
-        """Serialise for the store."""
-        return json.dumps(asdict(self))
+    @property
+    def host(self) -> str:
+        """The name of its host, for people."""
+        return self.process.host
 
-    @classmethod
-    def from_json(cls, text: str | bytes) -> "Peer":
-        """Parse what `to_json` returned."""
-        return cls(**json.loads(text))
+    @property
+    def host_id(self) -> str:
+        """Identifies its host: ranks with equal ids can share memory and see each other's processes."""
+        return self.process.host_id
 
 
 def rank_lost_error(world_rank: int, gone: dict[int, str]) -> RankLost:
@@ -111,19 +76,24 @@ def rank_lost_error(world_rank: int, gone: dict[int, str]) -> RankLost:
 
 
 class Membership:
-    """The ranks of one generation, or some of them, and the store they share.
+    """The ranks of one world or group, or some of them, and the scope they share.
 
     `peers` are in the order of the ranks here; `Peer.rank` is the rank in the whole world.
     """
 
-    def __init__(self, rank: int, peers: Iterable[Peer], store: Store, timeout: timedelta) -> None:
+    def __init__(self, rank: int, peers: Iterable[Peer], member: Member, scope: str, timeout: timedelta) -> None:
         """Describe a group of `peers`, of which this process is number `rank`; `timeout` limits every wait."""
         self.rank = rank
         self.peers = tuple(peers)
-        self.store = store
+        self.member = member
+        self.scope = scope
         self.timeout = timeout
         self.timeout_hint = "tutti.init(timeout=...), tutti run --timeout or TUTTI_TIMEOUT"
         """Where the user can set a longer timeout, for error messages."""
+        self.address = LOOPBACK
+        """An address of this host on which this rank's sockets listen."""
+        self.num_in_scope = len(self.peers)
+        """Number of ranks in the scope, of which these may be some."""
 
     @property
     def size(self) -> int:
@@ -153,40 +123,55 @@ class Membership:
     def subset(self, ranks: Sequence[int]) -> "Membership":
         """The membership of some of these ranks, this one among them, in the order given."""
         assert self.rank in ranks, f"rank {self.rank} is not one of {ranks}"
-        # The same store: `left` and `fled` are keyed by world rank, so every subset sees them.
-        return Membership(ranks.index(self.rank), [self.peers[rank] for rank in ranks], self.store, self.timeout)
+        # The same scope: what a rank announces there, every subset sees.
+        peers = [self.peers[rank] for rank in ranks]
+        made = Membership(ranks.index(self.rank), peers, self.member, self.scope, self.timeout)
+        made.timeout_hint, made.num_in_scope, made.address = self.timeout_hint, self.num_in_scope, self.address
+        return made
+
+    # Ranks that are gone
 
     def leave(self) -> None:
         """Announce that this rank is done and answers no more."""
-        self._mark("left")
+        self.member.notice(self.scope, "left", "it has left", self.num_in_scope)
 
     def gone(self) -> dict[int, str]:
         """World ranks that are gone, with how that is known; only the causes, if some went because of others."""
-        gone = {peer.rank: reason for peer in self.peers if (reason := self.reason_gone(peer)) is not None}
-        # Read last: a rank writes that it flees from another before it can be seen to be gone.
+        gone = {peer: reason for peer in self.peers if (reason := self.reason_gone(peer)) is not None}
         # What remains are ranks that went by themselves. The others only followed, and naming them would mislead.
-        causes = {rank: reason for rank, reason in gone.items() if not self._marked("fled", rank)}
-        return causes or gone
+        causes = {peer.rank: reason for peer, reason in gone.items() if not self._notice(peer, "fled")}
+        return causes or {peer.rank: reason for peer, reason in gone.items()}
 
     def reason_gone(self, peer: Peer) -> str | None:
         """How it is known that a peer is gone; None if it is here, or is this rank."""
-        me = self.peers[self.rank]
-        if peer is me:
+        me, process = self.peers[self.rank].process, peer.process
+        if process.id == me.id:
             return None
-        # Another start time: the process has ended, and its id was given to a new one.
-        # Only processes of the same host are in this host's /proc.
-        if peer.host_id == me.host_id and start_time(peer.pid) != peer.started:
-            return f"its process {peer.pid} on {peer.host} has ended"
-        return "it has left" if self._marked("left", peer.rank) else None
+        if (reason := self.member.known.lost.get(process.id) or self._notice(peer, "left")) is not None:
+            return reason
+        # Nobody tells while the coordinator is away. Only processes of the same host are in this host's /proc.
+        visible = not self.member.connected and process.host_id == me.host_id
+        if visible and process_state(process.pid, process.started) == "ended":
+            return f"its process {process.pid} on {process.host} has ended"
+        return None
+
+    def _notice(self, peer: Peer, kind: str) -> str | None:
+        return self.member.known.notices(self.scope, peer.process.id).get(kind)
+
+    def check(self) -> None:
+        """Raise `RankLost` if this process was excluded from the job."""
+        self.member.check()
 
     def check_peer(self, rank: int) -> None:
         """Raise `ConfigError` unless `rank` is another rank of this group."""
         if not 0 <= rank < self.size or rank == self.rank:
             raise ConfigError(f"rank {self.world_rank}: no peer {rank} in a world of {self.size}.")
 
+    # Errors
+
     def loss_error(self, gone: dict[int, str], detail: str = "") -> RankLost:
-        """The error for this rank to raise because ranks are `gone`. Marks this rank as fled."""
-        self._mark("fled")
+        """The error for this rank to raise because ranks are `gone`. Announces that this rank has fled."""
+        self._flee()
         if not gone:
             return RankLost(
                 f"rank {self.world_rank}: lost contact with a peer ({detail}). See the other ranks' output."
@@ -206,54 +191,68 @@ class Membership:
         return self.loss_error(gone, text)
 
     def timeout_error(self, awaited: str) -> DeadlineExceeded:
-        """The error for this rank to raise after it has waited for `awaited` too long. Marks this rank as fled."""
-        self._mark("fled")
+        """The error for this rank to raise after it has waited for `awaited` too long. Announces that it has fled."""
+        self._flee()
         return DeadlineExceeded(
             f"rank {self.world_rank}: waited {self.timeout.total_seconds():g} s for {awaited}, and no rank is known to "
             f"be gone. If the work is just slow, give more: {self.timeout_hint}."
         )
 
-    def await_keys(self, keys: list[str], awaited: str, lost: Callable[[], dict[int, str]] | None = None) -> None:
-        """Wait until all `keys` are in the store.
+    def _flee(self) -> None:
+        self.member.notice(self.scope, "fled", "it stopped because of another rank", self.num_in_scope)
+
+    # Values
+
+    def set(self, key: str, value: str) -> None:
+        """Set a value of this rank's, which the other ranks can wait for."""
+        self.member.set(f"{self.scope}/{key}", value)
+
+    def await_values(
+        self, keys: list[str], awaited: str, lost: Callable[[], dict[int, str]] | None = None
+    ) -> list[str]:
+        """Wait until all values are set, and return them.
 
         Args:
             awaited: what is waited for, for the timeout error.
             lost: returns the ranks whose loss ends the wait, instead of `gone`.
         """
-        deadline = time.monotonic() + self.timeout.total_seconds()
-        while not wait_for_keys(self.store, keys, WATCH_SECONDS):
-            # Before the deadline is looked at: an error that names the lost rank helps more than a timeout.
+
+        def check() -> None:
             if gone := (lost or self.gone)():
                 raise self.loss_error(gone)
-            if time.monotonic() > deadline:
-                raise self.timeout_error(awaited)
 
-    def _mark(self, state: str) -> None:
-        with suppress(DistError):  # The store ends with the launcher: then no rank is left to read it.
-            self.store.set(f"{state}/{self.world_rank}", "1")
+        paths = [f"{self.scope}/{key}" for key in keys]
+        values = self.member.values(paths, self.timeout.total_seconds(), check)
+        if values is None:
+            raise self.timeout_error(awaited)
+        return values
 
-    def _marked(self, state: str, rank: int) -> bool:
-        try:
-            return self.store.check([f"{state}/{rank}"])
-        except DistError:
-            return False
+    def decide(self, key: str, value: str, awaited: str) -> str:
+        """Propose a value; return the one that was proposed first, which is the same on all ranks."""
+        self.member.propose(f"{self.scope}/{key}", value)
+        return self.await_values([key], awaited, lost=dict)[0]
+
+
+def address_family(address: str) -> socket.AddressFamily:
+    """The family of sockets that listen on an address."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 class ChannelMembership:
     """The ranks of one channel: which have closed it, and which have aborted it."""
 
     def __init__(self, membership: Membership, name: str) -> None:
-        """Watch the channel called `name`, which must be unique in the store."""
+        """Watch the channel called `name`, which must be unique in the scope."""
         self.membership = membership
-        self._prefix = f"{name}/over"
+        self._scope = f"{membership.scope}/{name}"
 
     def close(self) -> None:
         """Announce that this rank has closed the channel."""
-        self._announce("it has closed this channel")
+        self._announce("closed", "it has closed this channel")
 
     def abort(self) -> None:
         """Announce that this rank has failed to get an answer, so that no rank waits for it here."""
-        self._announce("it has given up this channel, having waited for another rank in vain")
+        self._announce("aborted", "it has given up this channel, having waited for another rank in vain")
 
     def closed_error(self) -> RankLost:
         """The error for a wait of this rank that ended because this rank closed the channel."""
@@ -273,13 +272,8 @@ class ChannelMembership:
 
     def reason_left(self, rank: int) -> str | None:
         """How a rank has ended its part in this channel; None if it has not."""
-        # By the rank in this channel: the prefix already names the channel.
-        key = f"{self._prefix}/{rank}"
-        try:
-            return self.membership.store.get(key).decode() if self.membership.store.check([key]) else None
-        except DistError:
-            return None
+        notices = self.membership.member.known.notices(self._scope, self.membership.peers[rank].process.id)
+        return notices.get("aborted") or notices.get("closed")
 
-    def _announce(self, reason: str) -> None:
-        with suppress(DistError):  # The store ends with the launcher: then no rank is left to read it.
-            self.membership.store.set(f"{self._prefix}/{self.membership.rank}", reason)
+    def _announce(self, kind: str, reason: str) -> None:
+        self.membership.member.notice(self._scope, kind, reason, self.membership.size)

@@ -106,7 +106,7 @@ def claiming(name: str) -> Iterator[Claim]:
 
 
 def _start_time(pid: int) -> int:
-    from tutti.transports.membership import start_time  # Imports torch, which a run without a lab need not wait for.
+    from tutti.coordination.description import start_time
 
     return start_time(pid)
 

@@ -2,19 +2,19 @@
 
 How it works
 ------------
-The groups are built directly on the job's store, never through torch's default group. So a script may use
+The groups are built directly on a store of the job's own, never through torch's default group. So a script may use
 `torch.distributed` for itself, and several generations and channels live side by side. A group is made by the first
 all-reduce that needs it, which all ranks start together.
 
 NCCL refuses two ranks on one GPU. So before the first all-reduce of a CUDA tensor all ranks exchange the identifiers of
-their GPUs through the store, and use NCCL only if every rank has one of its own. Gloo sums on the CPU.
+their GPUs through the coordinator, and use NCCL only if every rank has one of its own. Gloo sums on the CPU.
 
 Gloo cannot be interrupted: neither while it connects, nor while it sums. Three things keep a lost rank from blocking
 the others until Gloo's timeout:
 
-- Ranks agree in the store before they connect (`_agree_to_connect`). Each announces itself and waits for all. A rank
-  that finds another one lost writes the verdict "stop", one that saw all writes "go"; the first verdict counts for
-  everybody. So either all ranks connect, or none does.
+- Ranks agree through the coordinator before they connect (`_agree_to_connect`). Each announces itself and waits for
+  all. A rank that finds another one lost proposes "stop", one that saw all proposes "go"; the first proposal counts
+  for everybody. So either all ranks connect, or none does.
 - Connecting runs in a thread of its own (`_ConnectThread`), while the caller watches whether ranks are gone.
 - A work that failed is dropped at once: it holds the group's sockets, and the peers wait until those are closed. That
   is also why `close` drops the group: its sockets close with the last reference, and peers that wait fail.
@@ -31,6 +31,7 @@ from torch import Tensor
 from tutti.errors import DeadlineExceeded, RankLost
 from tutti.transports.base import Work
 from tutti.transports.membership import WATCH_SECONDS, ChannelMembership, Membership
+from tutti.transports.torch_store import torch_store
 
 _GLOO_SUM_DTYPES = {torch.int16: torch.int32, torch.bool: torch.int32}
 """Dtypes that Gloo cannot add, and the wider ones they are added in. Converting back wraps as torch would."""
@@ -90,12 +91,12 @@ class _ConnectThread(threading.Thread):
 class TorchProcessGroups:
     """The NCCL and the Gloo group of one channel, made when they are needed."""
 
-    def __init__(self, channel_membership: ChannelMembership, address: str, name: str) -> None:
-        """Prepare groups that listen on `address`; `name` identifies the channel in the store."""
+    def __init__(self, channel_membership: ChannelMembership, name: str) -> None:
+        """Prepare groups; `name` identifies the channel in the membership's scope."""
         self._membership = channel_membership.membership
         self._channel_membership = channel_membership
-        self._address, self._name = address, name
-        self._store = dist.PrefixStore(name, self._membership.store)
+        self._name = name
+        self._torch_store: dist.Store | None = None
         self.gloo: Any = None  # torch's stubs know neither its methods nor its options.
         self.nccl: Any = None
         self.one_gpu_per_rank: bool | None = None
@@ -150,8 +151,15 @@ class TorchProcessGroups:
         options._timeout = self._membership.timeout
         # Torch's default.
         options._threads = 2
-        options._devices = [make.create_device(hostname=self._address)]
-        return make(self._store, self._membership.rank, self._membership.size, options)
+        options._devices = [make.create_device(hostname=self._membership.address)]
+        store = dist.PrefixStore("gloo", self._store())
+        return make(store, self._membership.rank, self._membership.size, options)
+
+    def _store(self) -> dist.Store:
+        """The store that torch's groups of this channel share. Collective when first called."""
+        if self._torch_store is None:
+            self._torch_store = torch_store(self._membership, self._name)
+        return self._torch_store
 
     def _agree_to_connect(self) -> None:
         """Wait until all ranks have come to connect; raise on every rank if one of them found another lost.
@@ -159,15 +167,15 @@ class TorchProcessGroups:
         A rank that came, gave up alone and lives on would keep the others waiting until their deadline.
         """
         failure: Exception | None = None
-        self._store.set(f"gloo/{self._membership.rank}", "1")
-        # The prefix is spelled out: `await_keys` reads the store beneath `_store`, which adds it.
+        self._membership.set(f"{self._name}/gloo/{self._membership.rank}", "1")
         keys = [f"{self._name}/gloo/{rank}" for rank in range(self._membership.size)]
         try:
-            self._membership.await_keys(keys, "all ranks to take part in an all-reduce", self._lost_ranks)
+            self._membership.await_values(keys, "all ranks to take part in an all-reduce", self._lost_ranks)
         except (RankLost, DeadlineExceeded) as error:
             failure = error
         # The first to write decides for all: a rank that found all present stops too if another one gave up before.
-        if self._store.compare_set("gloo/verdict", "", "stop" if failure else "go") == b"stop":
+        mine = "stop" if failure else "go"
+        if self._membership.decide(f"{self._name}/gloo/verdict", mine, "a decision to connect") == "stop":
             raise failure or self._membership.loss_error(self._lost_ranks(), "another rank would not wait any longer")
 
     def _lost_ranks(self) -> dict[int, str]:
@@ -180,7 +188,7 @@ class TorchProcessGroups:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._membership.timeout
             # NCCL's identifier goes through the store: its keys must not meet those of Gloo.
-            store = dist.PrefixStore("nccl", self._store)
+            store = dist.PrefixStore("nccl", self._store())
             torch.cuda.set_device(tensor.device)
             self.nccl = dist.ProcessGroupNCCL(store, self._membership.rank, self._membership.size, options)
         return self.nccl
@@ -191,10 +199,9 @@ class TorchProcessGroups:
             # The uuid, not the index: under CUDA_VISIBLE_DEVICES different GPUs may all have the index 0.
             # Published also where NCCL is missing: the peers wait for a key of every rank.
             gpu_id = torch.cuda.get_device_properties(tensor.device).uuid if dist.is_nccl_available() else "none"
-            self._store.set(f"gpu/{self._membership.rank}", str(gpu_id))
+            self._membership.set(f"{self._name}/gpu/{self._membership.rank}", str(gpu_id))
             keys = [f"{self._name}/gpu/{rank}" for rank in range(self._membership.size)]
-            self._membership.await_keys(keys, "the GPUs of all ranks")
-            gpus = [self._membership.store.get(key) for key in keys]
+            gpus = self._membership.await_values(keys, "the GPUs of all ranks")
             # One rank without NCCL, or two on one GPU, make all ranks use Gloo.
-            self.one_gpu_per_rank = b"none" not in gpus and len(set(gpus)) == self._membership.size
+            self.one_gpu_per_rank = "none" not in gpus and len(set(gpus)) == self._membership.size
         return self.one_gpu_per_rank

@@ -3,7 +3,7 @@
 How it works
 ------------
 Every channel has a communicator of its own, so its messages match no others. To make one is collective and blocks
-without a deadline; so ranks first meet in the store, where waits have deadlines and see lost ranks (`_meet`).
+without a deadline; so ranks first meet at the coordinator, where waits have deadlines and see lost ranks (`_meet`).
 
 Nothing blocks inside MPI on the caller's thread. There are four threads that may call MPI:
 
@@ -66,7 +66,7 @@ class MpiTransport(Transport):
         Args:
             comm: an mpi4py communicator that nothing else uses.
             rules: what is known of how Open MPI reduces, for `native_name`.
-            name: identifies the channel in the store, which other channels share.
+            name: identifies the channel in the scope of the membership.
         """
         self.rank, self.size, self.hosts = membership.rank, membership.size, membership.hosts
         self.world_ranks = membership.world_ranks
@@ -204,7 +204,7 @@ class MpiTransport(Transport):
             now = time.monotonic()
             if self._closed:
                 raise self.closed_error()
-            # Membership is asked for seldom, because it is a request to the store.
+            # Membership is asked for seldom, because it looks at every rank.
             late = now - started > self.timeout.total_seconds()
             if late or now - checked_at > WATCH_SECONDS:
                 checked_at, gone = now, self._lost_peers(work)
@@ -247,9 +247,9 @@ class MpiTransport(Transport):
         return self._comm.Create_group(group, crc32(name.encode()) % 32_768)
 
     def _meet(self, name: str, membership: Membership) -> None:
-        """Wait in the store until all ranks are there: making a communicator has no deadline."""
-        membership.store.set(f"{name}/came/{membership.world_rank}", "1")
-        membership.await_keys([f"{name}/came/{peer.rank}" for peer in membership.peers], f"all ranks of '{name}'")
+        """Wait until all ranks are there: making a communicator has no deadline."""
+        membership.set(f"{name}/came/{membership.world_rank}", "1")
+        membership.await_values([f"{name}/came/{peer.rank}" for peer in membership.peers], f"all ranks of '{name}'")
 
     def _lost_peers(self, work: PolledWork) -> dict[int, str]:
         """The peers of `work` that will not answer, if it cannot do without them."""

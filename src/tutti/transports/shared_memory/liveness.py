@@ -10,7 +10,7 @@ from tutti.transports.shared_memory.counters import RankCounters
 from tutti.transports.shared_memory.flags import Flags
 from tutti.transports.sockets.transport import SocketTransport
 
-CHECK_SECONDS = 0.2
+CHECK_SECONDS = 0.1
 """How often a waiting rank checks whether the ranks it waits for are still there."""
 
 _CLOSED = "it has closed this channel"
@@ -19,8 +19,8 @@ _CLOSED = "it has closed this channel"
 class ChannelLiveness:
     """Which ranks of one shared-memory channel may still answer; waits that end when they will not.
 
-    A rank is lost here if its process ended, if it left the world, if it announced in the store that it closed or
-    aborted the channel, or if it set its `closed` counter. A rank may do its part and leave at once. So a wait first
+    A rank is lost here if it is lost to the job, if it left the world, if it announced that it closed or aborted the
+    channel, or if it set its `closed` counter. A rank may do its part and leave at once. So a wait first
     looks for lost ranks and then once more at the counters, and fails only if they still lack the value.
     """
 
@@ -37,25 +37,25 @@ class ChannelLiveness:
         """End the present wait with `RankLost` if the channel was closed here meanwhile."""
         if self.closed or self._inner.closed:
             raise self._channel_membership.closed_error()
+        self._membership.check()
 
     def missing(self) -> dict[int, str]:
         """Ranks of this channel (not world ranks) that will answer here no more, and how that is known."""
         ranks = range(self._membership.size)
         missing = {rank: reason for rank in ranks if (reason := self._reason_gone(rank)) is not None}
-        # The counter is set before the store is told, so a rank that is just closing is found only here.
+        # The counter is set before it is announced, so a rank that is just closing is found only here.
         closed = {rank: _CLOSED for rank in self._counters.closed_ranks() if rank != self._membership.rank}
         return missing | closed
 
     def await_reductions(self, slots: np.ndarray, value: int) -> None:
         """Wait until all `slots`, one per rank, hold `value`. Reported progress restarts the deadline."""
         counters, flags = self._counters, self._counters.flags
-        # The usual case first: it touches neither the clock nor the store.
+        # The usual case first: it touches neither the clock nor the membership.
         if flags.wait(slots, value, CHECK_SECONDS):
             return
         deadline, progress = time.monotonic() + self._timeout_s, counters.progress()
-        while not flags.wait(slots, value, CHECK_SECONDS):
+        while True:
             self.check_open()
-            # The counters are cheap, the store and /proc are not: this runs every CHECK_SECONDS of a wait only.
             # The first question that finds a rank decides: an ended process explains more than a closed channel.
             gone = self._membership.gone() or self._closed_world_ranks() or self._channel_membership.lost_ranks()
             if gone and not flags.reached(slots, value):  # It may have gone after doing its part.
@@ -66,6 +66,8 @@ class ChannelLiveness:
                 late = self._world_ranks(np.flatnonzero(flags.counters[slots] < value).tolist())
                 names = ", ".join(map(str, late))
                 raise self._membership.timeout_error(f"rank {names} to take part in all-reduce {value - 1}")
+            if flags.wait(slots, value, CHECK_SECONDS):
+                return
 
     def await_counters(self, flags: Flags, slots: np.ndarray, value: int, ranks: Sequence[int], action: str) -> None:
         """Wait until all `slots` hold `value`, which `ranks` write, one each.
@@ -75,7 +77,7 @@ class ChannelLiveness:
         if flags.wait(slots, value, CHECK_SECONDS):
             return
         deadline = time.monotonic() + self._timeout_s
-        while not flags.wait(slots, value, CHECK_SECONDS):
+        while True:
             self.check_open()
             # `slots[i]` is written by `ranks[i]`.
             late = [ranks[index] for index in np.flatnonzero(flags.counters[slots] < value).tolist()]
@@ -86,6 +88,8 @@ class ChannelLiveness:
             if time.monotonic() > deadline:
                 names = ", ".join(map(str, self._world_ranks(late)))
                 raise self._membership.timeout_error(f"rank {names} to {action}")
+            if flags.wait(slots, value, CHECK_SECONDS):
+                return
 
     def _reason_gone(self, rank: int) -> str | None:
         """How it is known that a rank will answer here no more; None if it may."""

@@ -1,11 +1,9 @@
-"""Memory that all ranks of one host map: anonymous files, opened through /proc.
+"""Memory that all ranks of one host map: anonymous files, handed from rank to rank.
 
 How it works
 ------------
-`map_all` gives every rank the same number of bytes. Each rank creates an anonymous file (memfd), publishes its
-process id and file descriptor in the store, and opens the others' files as `/proc/PID/fd/FD`, which the kernel allows
-to the same user alone. A file is closed only when all ranks have mapped it: that is the second wait. The mappings
-keep the memory.
+`map_all` gives every rank the same number of bytes. Each rank creates an anonymous file (memfd), gives it to all others
+(`handover`), and maps what it gets. The files are closed then. The mappings keep the memory.
 
 Such memory never has a name, so nothing is left behind, not even by SIGKILL; and its size is not bound by /dev/shm,
 which containers often make small.
@@ -24,6 +22,7 @@ from torch import Tensor
 
 from tutti.errors import ReplicaMismatch
 from tutti.transports.membership import Membership
+from tutti.transports.shared_memory.handover import exchange_files
 
 
 class SharedMapping(mmap.mmap):
@@ -53,7 +52,7 @@ class SharedSegments:
     """Allocates shared tensors, and finds the segment that a tensor lies in. All allocations are collective."""
 
     def __init__(self, membership: Membership, name: str) -> None:
-        """Publish files in the store under `name`."""
+        """Hand over files under `name`."""
         self._membership, self._name = membership, name
         self._num_allocated = 0  # The same on every rank, as all of them allocate in the same order.
         self._segments: WeakSet[Segment] = WeakSet()
@@ -96,37 +95,24 @@ class SharedSegments:
 
 def map_all(membership: Membership, name: str, num_bytes: int) -> list[SharedMapping]:
     """Create `num_bytes` of memory on every rank and map that of all ranks here, by rank. Collective."""
-    ranks = range(membership.size)
     # Closed on exec, which is the default: a program that a rank starts must not keep this memory.
-    file = os.memfd_create("tutti")
+    own = os.memfd_create("tutti")
+    files: list[int] = []
     try:
-        os.ftruncate(file, num_bytes)
-        membership.store.set(f"{name}/at/{membership.rank}", f"{os.getpid()} {file}")
-        membership.await_keys([f"{name}/at/{rank}" for rank in ranks], "memory of all ranks")
-        mappings = [_open(membership, name, rank, num_bytes) for rank in ranks]
-        membership.store.set(f"{name}/mapped/{membership.rank}", "1")
-        # The descriptor must stay open until the slowest rank has opened it.
-        membership.await_keys([f"{name}/mapped/{rank}" for rank in ranks], "all ranks to map memory")
+        os.ftruncate(own, num_bytes)
+        files = exchange_files(membership, name, own)
+        return [_map(membership, rank, file, num_bytes) for rank, file in enumerate(files)]
     finally:
-        os.close(file)
-    return mappings
+        for file in (own, *files):
+            os.close(file)
 
 
-def _open(membership: Membership, name: str, rank: int, num_bytes: int) -> SharedMapping:
-    """Map the memory that a rank has published. Refuses a file of another length."""
-    pid, number = membership.store.get(f"{name}/at/{rank}").split()
-    try:
-        file = os.open(f"/proc/{int(pid)}/fd/{int(number)}", os.O_RDWR | os.O_CLOEXEC)
-    # The process has ended, and its entry in /proc with it.
-    except FileNotFoundError as error:
-        raise membership.explain_error(error) from error
-    try:
-        # mmap would accept a longer file, and ranks would disagree about what lies where.
-        if os.fstat(file).st_size != num_bytes:
-            raise ReplicaMismatch(
-                f"rank {membership.world_rank}: asked for {num_bytes} bytes of shared memory where rank "
-                f"{membership.peers[rank].rank} asked for {os.fstat(file).st_size}: the ranks' models differ."
-            )
-        return SharedMapping(file, num_bytes)
-    finally:
-        os.close(file)
+def _map(membership: Membership, rank: int, file: int, num_bytes: int) -> SharedMapping:
+    """Map the memory of a rank. Refuses a file of another length."""
+    # mmap would accept a longer file, and ranks would disagree about what lies where.
+    if os.fstat(file).st_size != num_bytes:
+        raise ReplicaMismatch(
+            f"rank {membership.world_rank}: asked for {num_bytes} bytes of shared memory where rank "
+            f"{membership.peers[rank].rank} asked for {os.fstat(file).st_size}: the ranks' models differ."
+        )
+    return SharedMapping(file, num_bytes)

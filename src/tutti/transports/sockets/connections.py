@@ -35,10 +35,8 @@ from collections import deque
 from contextlib import AbstractContextManager, suppress
 from itertools import islice
 
-from torch.distributed import Store
-
 from tutti.transports.base import ANY
-from tutti.transports.membership import Membership
+from tutti.transports.membership import Membership, address_family
 from tutti.transports.sockets.frames import HEADER, HELLO
 from tutti.transports.sockets.matching import ReceiveMatcher
 from tutti.transports.sockets.messages import IncomingMessage, SocketReceive, SocketSend
@@ -103,12 +101,10 @@ class SocketConnections:
     def __init__(
         self,
         membership: Membership,
-        address: str,
-        store: Store,
         matcher: ReceiveMatcher,
         guard: AbstractContextManager[object],
     ) -> None:
-        """Listen on `address` and publish port and token in `store`, under `at/RANK`."""
+        """Listen on the address of this rank."""
         self.outgoing: dict[int, OutgoingConnection] = {}
         self.incoming: set[IncomingConnection] = set()
         self.ended: set[int] = set()
@@ -118,7 +114,7 @@ class SocketConnections:
         self.progressed_at = [0.0] * (membership.size + 1)
         """Time of the last read or write, by peer. The last entry, which `ANY` indexes, is that of any read."""
         self._size, self._matcher, self._guard = membership.size, matcher, guard
-        # Known only to those who can read the store. Whoever connects without it is dropped after its hello.
+        # Known only to members of the job. Whoever connects without it is dropped after its hello.
         self._token = secrets.token_bytes(16)
         self._selector = selectors.DefaultSelector()
         # A byte sent through this pair ends a `select` that another thread waits in.
@@ -126,14 +122,15 @@ class SocketConnections:
         # A full pair has woken the loop already. The thread that runs `step` wakes too, and would wait for itself.
         self._wake_sender.setblocking(False)
         self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._drain_wakeups)
-        self.listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        address = membership.address
+        self.listener = socket.socket(address_family(address))
         self.listener.bind((address, 0))
         # Many ranks may connect at once, and nothing accepts them while this rank computes.
         self.listener.listen(4096)
         self.listener.setblocking(False)
         self._selector.register(self.listener, selectors.EVENT_READ, self._accept)
-        port = self.listener.getsockname()[1]
-        store.set(f"at/{membership.rank}", f"{address} {port} {self._token.hex()}")
+        self.location = f"{address} {self.listener.getsockname()[1]} {self._token.hex()}"
+        """Where it listens, and what peers have to show: for members of the job only."""
 
     def step(self, seconds: float) -> bool:
         """Handle the sockets that are ready, or become ready within `seconds`; return whether there were any."""

@@ -1,4 +1,4 @@
-"""Opening a connection to a peer: find its address in the store, connect, and send the hello."""
+"""Opening a connection to a peer: find its address, connect, and send the hello."""
 
 import socket
 import time
@@ -14,7 +14,7 @@ class Connector:
     """Opens the outgoing connections of one rank in one channel."""
 
     def __init__(self, health: ChannelHealth, connections: SocketConnections, prefix: str) -> None:
-        """Look up peers in the store under `prefix`."""
+        """Look up peers under `prefix`."""
         self._health, self._connections, self._prefix = health, connections, prefix
 
     def reach(self, dst: int) -> OutgoingConnection | None:
@@ -66,8 +66,7 @@ class Connector:
             self._health.check_not_interrupted()
             return self._health.channel_membership.lost(dst)
 
-        membership.await_keys([key], f"rank {membership.peers[dst].rank} to open a channel", lost)
-        # Written by that rank when it opened the channel: where it listens, and the token that this rank must show
-        # first.
-        address, port, token = membership.store.get(key).decode().split()
+        # Set by that rank when it opened the channel: where it listens, and the token that this rank must show first.
+        awaited = f"rank {membership.peers[dst].rank} to open a channel"
+        address, port, token = membership.await_values([key], awaited, lost)[0].split()
         return address, int(port), bytes.fromhex(token)

@@ -28,6 +28,7 @@ class ChannelHealth:
         """End the present wait with `RankLost` if the channel was closed here meanwhile."""
         if self.interrupted:
             raise self.channel_membership.closed_error()
+        self.membership.check()
 
     def lost(self, peer: int) -> dict[int, str]:
         """The world ranks to blame if `peer` will not answer, else empty; `ANY` is lost when all ranks are."""
@@ -40,7 +41,7 @@ class ChannelHealth:
     def connection_error(self, peer: int, cause: OSError | None = None) -> RankLost:
         """The error for a connection with `peer` that is closed or could not be opened. Aborts the channel."""
         deadline = time.monotonic() + EXPLAIN_SECONDS
-        # The connection closes a moment before the peer's process is seen to end, or its announcement is in the store.
+        # The connection closes a moment before the peer's process is seen to end, or its announcement comes.
         while not (lost := self.channel_membership.lost(peer)) and time.monotonic() < deadline:
             time.sleep(0.02)
         self.abort()

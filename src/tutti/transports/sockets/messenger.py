@@ -13,8 +13,9 @@ event loop with callers of `spawn_inline`, which exclude each other by `guard`.
 A wait for a work ends when
 - its last byte was moved (`finished`), by this wait or by another thread's step;
 - the peer is lost (`peer_lost`): its connection ended, or writing to it failed;
-- the peer is found gone. Every `WATCH_SECONDS`, `_check_peer` asks membership, for peers that never connected. Data may
-  still be on its way from a rank that has sent and left, so a connection with recent progress is read first;
+- the peer is found gone. `_check_peer` asks membership every `WATCH_SECONDS`, and when the coordinator has told
+  something, which wakes the selector. Data may still be on its way from a rank that has sent and left, so a connection
+  with recent progress is read first;
 - nothing moved between the two for `timeout`: slow data restarts the deadline, and is reported by `on_progress`;
 - `interrupt` is called, which sets the flag and wakes the selector.
 
@@ -27,7 +28,6 @@ import time
 from collections.abc import Callable
 
 from torch import Tensor
-from torch.distributed import PrefixStore
 
 from tutti.errors import DeadlineExceeded
 from tutti.transports.base import ANY, Work
@@ -44,8 +44,8 @@ from tutti.transports.sockets.messages import SocketReceive, SocketSend
 class Messenger(ProgressEngine):
     """All messages of one channel on one rank."""
 
-    def __init__(self, membership: Membership, address: str, name: str) -> None:
-        """Listen on `address`; `name` identifies the channel in the store."""
+    def __init__(self, membership: Membership, name: str) -> None:
+        """Listen for peers; `name` identifies the channel in the membership's scope."""
         # Re-entrant, because `_check_awaited_peers` steps the connections under it, and a step takes it again.
         self.guard = threading.RLock()
         self.membership = membership
@@ -54,10 +54,12 @@ class Messenger(ProgressEngine):
         """Called when a wait is over, and every `WATCH_SECONDS` of a long wait in which data moved."""
         self.matcher = ReceiveMatcher(membership)
         prefix = f"{name}/messages"
+        self.connections = SocketConnections(membership, self.matcher, self.guard)
         # Peers find this rank's address under the same prefix (`Connector`).
-        store = PrefixStore(prefix, membership.store)
-        self.connections = SocketConnections(membership, address, store, self.matcher, self.guard)
+        membership.set(f"{prefix}/at/{membership.rank}", self.connections.location)
         self.connector = Connector(self.health, self.connections, prefix)
+        # A rank that waits in the selector is woken when another is lost or closes the channel.
+        self._stop_listening = membership.member.on_change(self.connections.wake)
         self.ended, self.broken = self.connections.ended, self.connections.broken
         self._checked_at = 0.0
         self._closed = False
@@ -102,7 +104,8 @@ class Messenger(ProgressEngine):
         health, step, progressed_at = self.health, self.connections.step, self.connections.progressed_at
         timeout_s = self.membership.timeout.total_seconds()
         started = now = time.monotonic()
-        check_at = now + WATCH_SECONDS
+        check_at, member = now + WATCH_SECONDS, self.membership.member
+        num_changes = member.num_changes
         while not work.finished:
             # Checked in every round: `interrupt` sets the flag before it wakes the selector, so it cannot be missed.
             health.check_not_interrupted()
@@ -111,10 +114,10 @@ class Messenger(ProgressEngine):
                 raise health.connection_error(work.peer)
             step(max(0.0, check_at - now))
             now = time.monotonic()
-            if work.finished or now < check_at:
+            # At intervals, for slow progress; and at once when the coordinator has told something.
+            if work.finished or (now < check_at and num_changes == member.num_changes):
                 continue
-            # The check reads the store and other processes' state: too slow for every round.
-            check_at = now + min(WATCH_SECONDS, timeout_s)
+            check_at, num_changes = now + min(WATCH_SECONDS, timeout_s), member.num_changes
             self._check_peer(work, now)
             # Bytes that moved with this peer restart the deadline, also those of other messages.
             if now > max(started, progressed_at[work.peer]) + timeout_s:
@@ -161,6 +164,7 @@ class Messenger(ProgressEngine):
         self._closed = True
         # Announced before the sockets close: peers then know why, and do not take it for a failure.
         self.channel_membership.close()
+        self._stop_listening()
         self.connections.close()
 
     def _check_peer(self, work: SocketSend | SocketReceive, now: float) -> None:

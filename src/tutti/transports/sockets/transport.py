@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tutti.cluster.hosts import LOOPBACK
 from tutti.errors import ConfigError
 from tutti.transports.background import OperationThread
 from tutti.transports.base import ANY, Operation, Transport, Work
@@ -59,23 +58,21 @@ class _StagedReceive(Work):
 class SocketTransport(Transport):
     """Messages over TCP; sums by NCCL where each rank has a GPU of its own, otherwise by Gloo."""
 
-    def __init__(self, membership: Membership, *, address: str = LOOPBACK, name: str = "tutti") -> None:
+    def __init__(self, membership: Membership, *, name: str = "tutti") -> None:
         """Join every rank of `membership`. Connections are made when they are needed.
 
         Args:
-            address: an address of this host, on which to listen.
-            name: identifies the channel in the store, which other channels share.
+            name: identifies the channel in the membership's scope.
         """
         self.rank, self.size, self.hosts = membership.rank, membership.size, membership.hosts
         self.world_ranks = membership.world_ranks
         self.timeout, self.bytes_sent = membership.timeout, 0
         self.membership = membership
         self.name = name
-        self._address = address
-        self._messenger = Messenger(membership, address, name)
+        self._messenger = Messenger(membership, name)
         self._thread = OperationThread(f"rank {membership.world_rank}")
         self._loop = EventLoop(f"rank {membership.world_rank}", self._messenger, membership.timeout.total_seconds())
-        self._torch_groups = TorchProcessGroups(self._messenger.channel_membership, address, name)
+        self._torch_groups = TorchProcessGroups(self._messenger.channel_membership, name)
         self.closed = False
         self._num_channels: Counter[str] = Counter()
         self._channels: list[SocketTransport] = []
@@ -117,7 +114,7 @@ class SocketTransport(Transport):
         # The same name may be opened again: all ranks count alike, so the numbered name is the same on all of them.
         self._num_channels[name] += 1
         full_name = f"{self.name}/{name}.{self._num_channels[name]}"
-        made = SocketTransport(membership, address=self._address, name=full_name)
+        made = SocketTransport(membership, name=full_name)
         # Channels that the caller has closed are forgotten, so that the list does not grow for ever.
         self._channels = [*(channel for channel in self._channels if not channel.closed), made]
         return made

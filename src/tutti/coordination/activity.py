@@ -1,0 +1,124 @@
+"""`Activity`: the phase of training that this process is in, its step, and for whom it waits.
+
+How it works
+------------
+Training writes it and the heartbeat reads it, a few times a second. A write is an assignment or two, so it costs well
+under a microsecond and needs no lock: the heartbeat may read values of two neighbouring moments, which does no harm.
+
+A wait is entered (`waiting`) by code that has already waited for a tenth of a second, so a wait that ends at once costs
+nothing. There is at most one wait per thread. Waits of background threads are marked: they show for whom an exchange
+waits, but the process itself computes meanwhile.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+_NEW_WEIGHT = 0.2
+"""Weight of the newest duration in what is usual."""
+
+IDLE = "outside of a step"
+"""The phase of a process whose training loop does something that Tutti does not see."""
+
+
+@dataclass(eq=False)
+class Wait:
+    """A wait of one thread for other ranks."""
+
+    ranks: Sequence[int]
+    """Ranks of the whole world that are waited for."""
+    action: str
+    """What they should do."""
+    any_of: bool = False
+    """Whether one of them is enough."""
+    background: bool = False
+    since: float = field(default_factory=time.monotonic)
+
+    def moved(self, ranks: Sequence[int] | None = None) -> None:
+        """Data has moved, or fewer ranks are waited for: it begins anew."""
+        self.since = time.monotonic()
+        if ranks is not None:
+            self.ranks = ranks
+
+
+class Activity:
+    """The present phase, step and waits of this process."""
+
+    def __init__(self) -> None:
+        self.phase = "starting"
+        self.step = 0
+        """Number of steps that were taken."""
+        self._entered = time.monotonic()
+        self._stepped_at = 0.0
+        self._usual: dict[str, float] = {}
+        """Usual seconds in each phase, and of a whole step as "step"."""
+        self._waits: dict[int, Wait] = {}
+        """Waits by thread."""
+        self._background: set[int] = set()
+        """Threads whose waits do not stop the training loop."""
+
+    def enter(self, phase: str) -> None:
+        """A phase begins, and with it the one before ends."""
+        now = time.monotonic()
+        self._learn(self.phase, now - self._entered)
+        self.phase, self._entered = phase, now
+
+    def stepped(self) -> None:
+        """A step was taken."""
+        now = time.monotonic()
+        if self._stepped_at:
+            self._learn("step", now - self._stepped_at)
+        self._stepped_at = now
+        self.step += 1
+
+    def _learn(self, name: str, seconds: float) -> None:
+        usual = self._usual.get(name)
+        self._usual[name] = seconds if usual is None else usual + _NEW_WEIGHT * (seconds - usual)
+
+    def in_background(self) -> None:
+        """The calling thread works beside the training loop: its waits do not stop it."""
+        self._background.add(threading.get_ident())
+
+    @contextmanager
+    def waiting(self, ranks: Sequence[int], action: str, *, any_of: bool = False) -> Iterator[Wait]:
+        """The calling thread waits for other ranks to do something.
+
+        Args:
+            ranks: ranks of the whole world.
+            action: completes "waits for rank 3 to ...".
+            any_of: one of the ranks is enough.
+        """
+        thread = threading.get_ident()
+        before = self._waits.get(thread)
+        wait = self._waits[thread] = Wait(ranks, action, any_of, thread in self._background)
+        try:
+            yield wait
+        finally:
+            if before is None:
+                self._waits.pop(thread, None)
+            else:
+                self._waits[thread] = before
+
+    def status(self) -> dict[str, Any]:
+        """What a heartbeat reports, as JSON has it."""
+        now, phase = time.monotonic(), self.phase
+        return {
+            "phase": phase,
+            "phase_s": round(now - self._entered, 3),
+            "usual_s": round(self._usual.get(phase, 0.0), 6),
+            "step": self.step,
+            "step_s": round(self._usual.get("step", 0.0), 6),
+            "waits": [
+                {
+                    "ranks": list(wait.ranks)[:64],
+                    "action": wait.action,
+                    "s": round(now - wait.since, 3),
+                    "any_of": wait.any_of,
+                    "background": wait.background,
+                }
+                for wait in list(self._waits.values())[:8]
+            ],
+        }

@@ -1,0 +1,223 @@
+"""The coordinator: the service of a job that knows its members, in a thread of the launcher or of rank 0.
+
+How it works
+------------
+One thread runs an event loop, and nothing else touches `CoordinatorState`. Each connection goes through these states:
+
+1. stranger: it has `_HANDSHAKE_S` to prove the secret (`handshake`) and to say hello. At most `_MOST_STRANGERS` are in
+   this state; one more ends the oldest. So strangers cost a bounded number of files and bytes, and a member, which
+   needs milliseconds, gets in beside them. Nothing that a stranger sends is parsed before the proof.
+2. member: its messages go to the state, in the order they come.
+3. over: at the end of the connection the state decides whether the member is lost.
+
+Messages to members are written without waiting. A member that does not read them has its connection ended when
+`_MOST_UNREAD_BYTES` have gathered; it connects again, and is sent what it needs.
+
+The waits: for strangers until their deadline, for members until they send or their connection ends, which the kernel
+does after `patience` without acknowledgements. `tick` evicts those that are connected and silent.
+"""
+
+import asyncio
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from tutti.coordination import frames
+from tutti.coordination.frames import Message, ProtocolError
+from tutti.coordination.handshake import Streams, prove_as_coordinator, set_timeouts, tls
+from tutti.coordination.secret import Secret
+from tutti.coordination.state import CoordinatorState, Refused
+
+PATIENCE = timedelta(seconds=10)
+"""How long a member may be silent before it is evicted, unless the user says otherwise."""
+
+_HANDSHAKE_S = 10.0
+_MOST_STRANGERS = 128
+_MOST_UNREAD_BYTES = 16 << 20
+_CLOSE_S = 5.0
+
+
+class Coordinator:
+    """Serves one job on a listening socket, from its creation until `close`."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        secret: Secret,
+        *,
+        host_id: str,
+        address: str | None = None,
+        patience: timedelta = PATIENCE,
+    ) -> None:
+        """Serve on `listener`, which it takes over.
+
+        Args:
+            address: the name by which members reach it, where that is not the address it listens on. Both ends decide
+                by it whether the connection is encrypted.
+            host_id: of this host, as members of it describe themselves: their processes can be looked at.
+            patience: how long a member may be silent.
+        """
+        listener.setblocking(False)
+        self._listener, self._secret = listener, secret
+        bound, self.port = listener.getsockname()[:2]
+        self.address: str = address or bound
+        self._patience_s = patience.total_seconds()
+        self._tls = tls(secret, self.address, server=True)
+        self._state = CoordinatorState(self._patience_s, host_id, time.monotonic())
+        self.evicted = self._state.evicted
+        """Members that were evicted while their processes may still be there, and why. Its reader empties it."""
+        self._writers: dict[str, asyncio.StreamWriter] = {}
+        self._strangers: dict[asyncio.Task[None], None] = {}  # A dict, because it keeps the order.
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._over = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="tutti coordinator", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the service and all connections. Idempotent."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._over.set)
+            self._thread.join(_CLOSE_S)
+
+    def table(self) -> list[dict[str, Any]]:
+        """What is known of every member, by rank."""
+        return self._ask(lambda: self._state.table(time.monotonic()))
+
+    def lost(self) -> dict[str, str]:
+        """Members that are gone for good, and why."""
+        return self._ask(lambda: dict(self._state.lost))
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        """Call a function in the thread of the service. Ended by that thread, which waits for nothing."""
+
+        async def answer() -> Any:
+            return question()
+
+        return asyncio.run_coroutine_threadsafe(answer(), self._loop).result(_CLOSE_S)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._listener.close()
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        tasks = [self._loop.create_task(self._accept()), self._loop.create_task(self._tick())]
+        try:
+            await self._over.wait()  # Ended by `close`, or with the process.
+        finally:
+            for task in (*tasks, *self._tasks):
+                task.cancel()
+            await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
+
+    async def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = await self._loop.sock_accept(self._listener)
+            except OSError:  # Too many open files, most likely: those of strangers are given back.
+                self._end_oldest_stranger()
+                await asyncio.sleep(0.05)
+                continue
+            if len(self._strangers) >= _MOST_STRANGERS:
+                self._end_oldest_stranger()
+            task = self._loop.create_task(self._handle(connection))
+            self._strangers[task] = None
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(lambda ended: self._strangers.pop(ended, None))
+
+    def _end_oldest_stranger(self) -> None:
+        if self._strangers:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.cancel()
+
+    async def _tick(self) -> None:
+        while True:
+            delay_s = self._state.tick(time.monotonic())
+            self._deliver()
+            await asyncio.sleep(delay_s)
+
+    async def _handle(self, connection: socket.socket) -> None:
+        """One connection, from its first byte to its end."""
+        writer: asyncio.StreamWriter | None = None
+        try:
+            async with asyncio.timeout(_HANDSHAKE_S):
+                set_timeouts(connection, self._patience_s)
+                reader, writer = await self._streams(connection)
+                if self._tls is None:
+                    await prove_as_coordinator((reader, writer), self._secret)
+                hello = await read_message(reader)
+            if hello["op"] != "hello":
+                raise ProtocolError("a member says hello first")
+            self._strangers.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
+            await self._serve_member(hello, reader, writer)
+        except (OSError, EOFError, ssl.SSLError, ProtocolError, Refused):
+            pass  # Nobody is told why: who may know has the reason in a message.
+        finally:
+            connection.close()
+            if writer is not None:
+                with suppress(Exception):
+                    writer.transport.abort()
+
+    async def _streams(self, connection: socket.socket) -> Streams:
+        reader = asyncio.StreamReader(limit=1 << 16)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport, _ = await self._loop.connect_accepted_socket(
+            lambda: protocol,
+            connection,
+            ssl=self._tls,
+            ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE_S,
+        )
+        return reader, asyncio.StreamWriter(transport, protocol, reader, self._loop)
+
+    async def _serve_member(self, hello: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            record = self._state.connect(hello, time.monotonic())
+        except Refused as refused:
+            writer.write(frames.encode({"op": "refused", "reason": str(refused)}))
+            async with asyncio.timeout(_HANDSHAKE_S):
+                await writer.drain()
+                await reader.read(1)  # Until the other end has read it and closes.
+            raise
+        member = record.description.id
+        self._writers[member] = writer
+        self._deliver()
+        try:
+            while True:
+                # Ended by the member, by the kernel when its host does not answer, and by `_deliver` when it is lost.
+                message = await read_message(reader)
+                self._state.receive(member, message, time.monotonic())
+                self._deliver()
+        finally:
+            # A member that connected anew has another writer by now.
+            if self._writers.get(member) is writer:
+                del self._writers[member]
+                self._state.disconnect(member, time.monotonic())
+                self._deliver()
+
+    def _deliver(self) -> None:
+        """Write what the state has to say."""
+        for member, message in self._state.drain():
+            writer = self._writers.get(member)
+            if writer is None or writer.is_closing():
+                continue
+            writer.write(frames.encode(message))
+            if message["op"] == "refused":
+                writer.close()  # After what was written.
+            elif writer.transport.get_write_buffer_size() > _MOST_UNREAD_BYTES:
+                writer.transport.abort()
+
+
+async def read_message(reader: asyncio.StreamReader) -> Message:
+    """Read one message. Raises `EOFError` at the end of the connection, `ProtocolError` for anything else."""
+    header = await reader.readexactly(frames.HEADER.size)
+    return frames.decode(await reader.readexactly(frames.length(header)))

@@ -1,0 +1,73 @@
+"""`JobKnowledge`: what one member has received from the coordinator."""
+
+from typing import Any
+
+from tutti.coordination.description import MemberDescription
+from tutti.coordination.frames import Message
+
+
+class JobKnowledge:
+    """Lost members, notices, rosters and answers, as a member has received them. `Member` guards it."""
+
+    def __init__(self) -> None:
+        self.lost: dict[str, str] = {}
+        """Members that are gone, and why."""
+        self.rosters: dict[str, list[MemberDescription]] = {}
+        """The members of each complete scope, by rank."""
+        self.conflicts: dict[str, str] = {}
+        """Scopes that this member cannot join, and why."""
+        self.missing: dict[str, tuple[list[int], float]] = {}
+        """Ranks that have not joined a scope yet, and for how many seconds they are waited for."""
+        self.answers: dict[int, Any] = {}
+        """Answers to this member's requests, by their number."""
+        self.refused: str | None = None
+        """Why this member may take no more part."""
+        self.stuck: str | None = None
+        """How this member and others wait for each other, without end."""
+        self._notices: dict[str, dict[str, dict[str, str]]] = {}
+
+    def notices(self, scope: str, member: str) -> dict[str, str]:
+        """What a member has announced about its part in a scope: reasons by kind."""
+        return self._notices.get(scope, {}).get(member, {})
+
+    def apply(self, message: Message) -> None:
+        """Take in a message of the coordinator."""
+        match message["op"]:
+            case "welcome":
+                self.lost.update(message["lost"])
+            case "lost":
+                self.lost[message["member"]] = message["reason"]
+            case "noticed":
+                members = self._notices.setdefault(message["scope"], {})
+                members.setdefault(message["member"], {})[message["kind"]] = message["reason"]
+            case "roster":
+                # The first one counts: a new coordinator, which has not heard of all yet, may send one with gaps.
+                if message["scope"] not in self.rosters:
+                    found = [MemberDescription.from_json(each) for each in message["members"]]
+                    self.rosters[message["scope"]] = found
+            case "conflict":
+                self.conflicts[message["scope"]] = message["reason"]
+            case "missing":
+                self.missing[message["scope"]] = message["ranks"], message["seconds"]
+            case "values" | "table":
+                self.answers[message["request"]] = message["values" if message["op"] == "values" else "members"]
+            case "synced":
+                self.answers[message["request"]] = True
+            case "refused":
+                self.refused = self.refused or message["reason"]
+            case "stuck":
+                self.stuck = message["reason"]
+            case "forget":
+                self._forget(message["scope"])
+
+    def _forget(self, scope: str) -> None:
+        """All members have left a scope: nobody reads anything of it any more."""
+        for name in [name for name in self._notices if is_inside(name, scope)]:
+            del self._notices[name]
+        self.rosters.pop(scope, None)
+        self.missing.pop(scope, None)
+
+
+def is_inside(name: str, scope: str) -> bool:
+    """Whether a scope or key is a scope itself, or lies in it."""
+    return f"{name}/".startswith(f"{scope}/")

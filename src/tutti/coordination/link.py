@@ -1,0 +1,281 @@
+"""The connection of a member to its coordinator, kept by a thread of its own.
+
+How it works
+------------
+The thread runs an event loop. It connects, proves the secret, says hello, and then passes messages on in both
+directions and sends a heartbeat every `_BEAT_S`. When the connection breaks, it connects again, without end: training
+goes on meanwhile, and `Member` keeps what there is to send.
+
+Only two things exclude this process from the job: the coordinator refuses it (it was evicted), or it is cut off. Cut
+off means that nothing answers at the coordinator's address for `patience`: packets are lost. A coordinator that is
+stopped still has a kernel that acknowledges, and one that was killed has one that refuses connections, so neither
+counts.
+
+A process that forks (a DataLoader with workers does) must not share this connection with its children: the coordinator
+would not see it end when the process dies. So a hook closes it in every child.
+"""
+
+import asyncio
+import os
+import socket
+import ssl
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from weakref import WeakSet
+
+import tutti
+from tutti.coordination import frames
+from tutti.coordination.coordinator import PATIENCE, read_message
+from tutti.coordination.description import MemberDescription
+from tutti.coordination.frames import Message, ProtocolError
+from tutti.coordination.handshake import Streams, WrongSecret, prove_as_member, set_timeouts, tls
+from tutti.coordination.member import Member
+from tutti.coordination.secret import Secret
+from tutti.errors import ConfigError, EnvironmentConflict, RankLost
+
+_BEAT_S = 0.25
+_RETRY_S = 0.05
+_LONGEST_RETRY_S = 1.0
+_CLOSE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a coordinator listens."""
+
+    address: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.address}:{self.port}"
+
+
+class ConnectedMember(Member):
+    """A member with a connection to a coordinator, from `connect_member`."""
+
+    def __init__(self, description: MemberDescription, endpoint: Endpoint, secret: Secret, patience: timedelta) -> None:
+        super().__init__(description)
+        self.endpoint = endpoint
+        self.place = f"the coordinator at {endpoint}"
+        self._secret, self._patience_s = secret, patience.total_seconds()
+        self._loop = asyncio.new_event_loop()
+        self._over = False
+        self._main: asyncio.Task[None] | None = None
+        self.first_answer = threading.Event()
+        """Set when the coordinator has let this process in, or has refused it."""
+        self.error: str = ""
+        """Why the last attempt to connect failed."""
+        self._wrong_secret = False
+        self._answered_at = time.monotonic()
+        """When the coordinator's host last showed that it is there."""
+        self._socket: socket.socket | None = None
+        _links.add(self)
+        self._thread = threading.Thread(target=self._run, name="tutti coordination", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Say bye and end the connection. Idempotent."""
+        if self._over:
+            return
+        self.bye()
+        self._over = True
+        with suppress(RuntimeError):  # The loop has ended.
+            self._loop.call_soon_threadsafe(self._cancel)
+        self._thread.join(_CLOSE_S)
+
+    def await_first_answer(self, timeout_s: float) -> None:
+        """Wait until the coordinator has answered. Raises the error that says why it has not, or has refused."""
+        came = self.first_answer.wait(timeout_s)
+        rank, endpoint = self.description.rank, self.endpoint
+        if self._wrong_secret:
+            raise ConfigError(
+                f"rank {rank}: the coordinator at {endpoint} has another secret than this process. All ranks of a job "
+                "need one: set TUTTI_SECRET to the same text on every host, or copy the file tutti/secret in the "
+                "user's configuration folder from one host to the others."
+            )
+        if self.known.refused is not None:
+            raise EnvironmentConflict(
+                f"rank {rank}: the coordinator at {endpoint} refuses this process: {self.known.refused}."
+            )
+        if not came:
+            raise RankLost(
+                f"rank {rank}: nobody answers at {endpoint} ({self.error or 'no connection'}). Rank 0 or the launcher "
+                "was not started, MASTER_ADDR or MASTER_PORT is wrong, or a firewall is between."
+            )
+
+    def close_in_child(self) -> None:
+        """Close the connection in a process that was forked from this one."""
+        if self._socket is not None:
+            with suppress(OSError):
+                os.close(self._socket.fileno())
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._main = self._loop.create_task(self._connect_for_ever())
+        try:
+            with suppress(asyncio.CancelledError):
+                self._loop.run_until_complete(self._main)
+        finally:
+            self._loop.close()
+
+    def _cancel(self) -> None:
+        if self._main is not None:
+            # In the next round of the loop: what was posted before is written first.
+            self._loop.call_soon(self._main.cancel)
+
+    async def _connect_for_ever(self) -> None:
+        retry_s = _RETRY_S
+        while not (self._over or self.known.refused):
+            try:
+                await self._session()
+                retry_s = _RETRY_S
+            except WrongSecret as error:
+                self._refused(str(error))
+                return
+            except ssl.SSLCertVerificationError:
+                self._refused("its certificate is of another secret")
+                return
+            except (OSError, EOFError, ProtocolError, ssl.SSLError) as error:
+                self._note_failure(error)
+            finally:
+                self.detach()
+                self._socket = None
+            await asyncio.sleep(retry_s)
+            retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
+
+    def _refused(self, error: str) -> None:
+        self._wrong_secret, self.error = True, error
+        self.exclude("the coordinator has another secret")
+        self.first_answer.set()
+
+    def _note_failure(self, error: BaseException) -> None:
+        """Remember why there is no connection; find out whether this process is cut off."""
+        self.error = str(error) or type(error).__name__
+        # The other host's kernel answers: the coordinator's process is gone, or was restarted.
+        if isinstance(error, ConnectionRefusedError | ConnectionResetError | EOFError):
+            self._answered_at = time.monotonic()
+        silent_s = time.monotonic() - self._answered_at
+        if silent_s > self._patience_s and self.first_answer.is_set():
+            self.exclude(
+                f"it is cut off from the coordinator at {self.endpoint}, which has not answered for {silent_s:.0f} s"
+            )
+
+    async def _session(self) -> None:
+        """One connection, from its opening to its end."""
+        reader, writer = await self._open()
+        try:
+            writer.write(frames.encode(self.hello(tutti.__version__)))
+            async with asyncio.timeout(None) as limit:
+                limit.reschedule(self._loop.time() + self._patience_s if not self.first_answer.is_set() else None)
+                message = await read_message(reader)
+            self.received(message)
+            if message["op"] != "welcome":
+                self.first_answer.set()
+                return
+            self.attach(lambda message: self._write(writer, message))
+            self.first_answer.set()
+            beats = self._loop.create_task(self._beat(writer))
+            try:
+                while True:
+                    # Ended by the coordinator, by the kernel when its host does not answer, and by `close`.
+                    message = await read_message(reader)
+                    self._answered_at = time.monotonic()
+                    self.received(message)
+            finally:
+                beats.cancel()
+        except TimeoutError as error:
+            # Of the kernel: its host has not acknowledged anything for `patience`.
+            raise OSError(f"no answer from {self.endpoint}") from error
+        finally:
+            with suppress(Exception):
+                # What is in the buffer still leaves, where the kernel takes it at once.
+                writer.close()
+
+    async def _open(self) -> Streams:
+        """Connect and prove the secret."""
+        context = tls(self._secret, self.endpoint.address, server=False)
+        async with asyncio.timeout(self._patience_s):
+            connection = await self._connect()
+            try:
+                # A coordinator that is stopped does not answer from here on, though its kernel has.
+                self._answered_at = time.monotonic()
+                reader, writer = await asyncio.open_connection(
+                    sock=connection, ssl=context, server_hostname=None if context is None else ""
+                )
+                if context is None:
+                    await prove_as_member((reader, writer), self._secret)
+            except BaseException:
+                connection.close()
+                raise
+        return reader, writer
+
+    async def _connect(self) -> socket.socket:
+        """Open a connection to the first address of the coordinator's host that answers."""
+        endpoint = self.endpoint
+        found = await self._loop.getaddrinfo(endpoint.address, endpoint.port, type=socket.SOCK_STREAM)
+        failure: OSError = OSError(f"no address for {endpoint.address}")
+        for family, kind, protocol, _, address in found:
+            self._socket = connection = socket.socket(family, kind, protocol)
+            try:
+                connection.setblocking(False)
+                set_timeouts(connection, self._patience_s)
+                await self._loop.sock_connect(connection, address)
+            except OSError as error:
+                connection.close()
+                failure = error
+            else:
+                return connection
+        raise failure
+
+    def _write(self, writer: asyncio.StreamWriter, message: Message) -> None:
+        """Send a message, from any thread."""
+        data = frames.encode(message)
+
+        def write() -> None:
+            if not writer.is_closing():
+                writer.write(data)
+
+        with suppress(RuntimeError):  # The loop has ended.
+            self._loop.call_soon_threadsafe(write)
+
+    async def _beat(self, writer: asyncio.StreamWriter) -> None:
+        while not writer.is_closing():
+            writer.write(frames.encode({"op": "beat", "status": self.activity.status()}))
+            await asyncio.sleep(_BEAT_S)
+
+
+def connect_member(
+    description: MemberDescription,
+    endpoint: Endpoint,
+    secret: Secret,
+    *,
+    timeout: timedelta,
+    patience: timedelta = PATIENCE,
+) -> ConnectedMember:
+    """Connect this process to the coordinator of its job.
+
+    Raises `RankLost` if nobody answers within `timeout`, `ConfigError` if the coordinator has another secret,
+    `EnvironmentConflict` if it refuses this process.
+    """
+    member = ConnectedMember(description, endpoint, secret, patience)
+    try:
+        member.await_first_answer(timeout.total_seconds())
+    except BaseException:
+        member.close()
+        raise
+    return member
+
+
+_links: WeakSet[ConnectedMember] = WeakSet()
+"""Connections of this process, for its children to close."""
+
+
+def _close_in_child() -> None:
+    for link in list(_links):
+        link.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,104 @@
+"""`MemberWatch` decides which members are lost.
+
+- Its connection ends: it is lost as soon as its process is seen to have ended. Where nobody can see the process (on
+  another host, without another member that could look), it has `_RECONNECT_S` to connect again.
+- It is silent for the patience of the run: it is evicted, unless its process is seen to run. A process that runs and
+  does not report holds the interpreter's lock, and is slow, not lost.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tutti.coordination.description import MemberDescription, ProcessState
+
+_RECONNECT_S = 0.2
+"""How long a member has to connect again, where nobody can see whether its process has ended."""
+_LOOK_S = 0.1
+"""How often the process of a member that is not heard is looked at."""
+_SILENT_S = 1.5
+"""From this silence on, its process is looked at."""
+
+
+@dataclass(eq=False)
+class MemberRecord:
+    """What the coordinator knows of one member."""
+
+    description: MemberDescription
+    heard_at: float
+    closed_at: float | None = None
+    """When its connection ended; None while it is open. In the future for a member that others know and that has not
+    connected to this coordinator yet."""
+    process: ProcessState | None = None
+    """The state of its process when it was last looked at; None if nobody could."""
+    looked_at: float = 0.0
+    status: dict[str, Any] = field(default_factory=dict)
+    """What it last reported about itself."""
+
+    @property
+    def id(self) -> str:
+        return self.description.id
+
+    @property
+    def name(self) -> str:
+        return f"process {self.description.pid} on {self.description.host}"
+
+
+class Verdict(NamedTuple):
+    """That a member is lost, and why."""
+
+    reason: str
+    may_run: bool = False
+    """Whether its process may still be there."""
+
+
+class MemberWatch:
+    """Looks at members that are not heard."""
+
+    def __init__(
+        self, patience_s: float, host_id: str, look: Callable[[int, int], ProcessState], ask: Callable[..., None]
+    ) -> None:
+        """Watch with this patience.
+
+        Args:
+            host_id: the host whose processes `look` can see, by process id and start time.
+            ask: called with a member that should look at a process of its host, and `member`, `pid`, `started`.
+        """
+        self._patience_s, self._host_id, self._look, self._ask = patience_s, host_id, look, ask
+
+    def verdict(self, record: MemberRecord, members: Iterable[MemberRecord], now: float) -> Verdict | None:
+        """Decide whether a member is lost; None if it is not."""
+        closed, silent_s = record.closed_at, now - record.heard_at
+        if closed is None and silent_s < _SILENT_S:
+            return None
+        self._look_at(record, members, now)
+        name, patience = record.name, f"{self._patience_s:g} s"
+        if record.process == "ended":
+            return Verdict(f"its {name} has ended")
+        if closed is not None:
+            if record.process is None and now - closed > _RECONNECT_S:
+                return Verdict(f"the connection of its {name} was closed", may_run=True)
+            if now - closed > self._patience_s:
+                return Verdict(f"its {name} has not connected again for {patience}", may_run=True)
+        elif silent_s > self._patience_s and record.process != "running":
+            state = "it is stopped" if record.process == "stopped" else "its host or the network is down"
+            return Verdict(f"its {name} was silent for {patience}: {state}", may_run=True)
+        return None
+
+    def _look_at(self, record: MemberRecord, members: Iterable[MemberRecord], now: float) -> None:
+        """Look at the process of a member, or have a member on its host look."""
+        if now - record.looked_at < _LOOK_S:
+            return
+        record.looked_at = now
+        who = record.description
+        if who.host_id == self._host_id:
+            record.process = self._look(who.pid, who.started)
+            return
+        for other in members:
+            heard = other.closed_at is None and now - other.heard_at < _SILENT_S
+            if other is not record and other.description.host_id == who.host_id and heard:
+                self._ask(other, member=who.id, pid=who.pid, started=who.started)
+                # Until it answers: somebody can see the process, so the short time to connect again does not apply.
+                record.process = record.process or "running"
+                return
+        record.process = None

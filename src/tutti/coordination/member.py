@@ -1,0 +1,225 @@
+"""A process's view of its job: what the coordinator has told it, and waits for what is to come.
+
+How it works
+------------
+`Member` keeps what the coordinator sends (`received`, called by one thread) and what this process has sent. Other
+threads read it and wait for it, under one condition. All reads are local: they ask nobody.
+
+Sending never waits: `_post` hands a message to the connection, or drops it while there is none. That loses nothing,
+because on each new connection `attach` sends everything again that the coordinator has to know: joins, values,
+notices, and requests that wait. The members and the losses that this process knows of are in its hello.
+
+Locks: `_sending` keeps messages in order and is held while one is handed over. `_changed` guards all fields and is
+never held while anything is handed over: the other side may be delivering to this member at that moment.
+
+Waits (`join`, `values`, `sync`, `table`) end when the answer comes; when `check`, which is called at every change,
+raises; when this process is refused or cut off (`RankLost`); or at their deadline. While the coordinator is away, they
+go on.
+
+Who must hear of changes at once, because it waits in a selector, adds itself by `on_change`.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tutti.coordination.activity import Activity
+from tutti.coordination.description import MemberDescription, process_state
+from tutti.coordination.frames import Message
+from tutti.coordination.knowledge import JobKnowledge, is_inside
+from tutti.errors import DeadlineExceeded, EnvironmentConflict, RankLost
+
+_CHECK_S = 0.2
+"""How often a wait calls its `check` when nothing changes: it may look at more than what the coordinator sends."""
+
+
+class Member:
+    """This process as a member of its job."""
+
+    def __init__(self, description: MemberDescription) -> None:
+        self.description = description
+        self.place = "the coordinator"
+        """Where the coordinator is, for messages."""
+        self.activity = Activity()
+        """What this process is doing, which its heartbeats report."""
+        self.known = JobKnowledge()
+        """What the coordinator has told. A single value may be read without a lock."""
+        self.connected = False
+        """Whether the coordinator is there. While it is not, losses have to be noticed without it."""
+        self.num_changes = 0
+        """Grows with everything that is received: who waits sees by it that something may have changed."""
+        self._post: Callable[[Message], None] = lambda message: None
+        self._sending = threading.RLock()
+        self._changed = threading.Condition()
+        self._listeners: tuple[Callable[[], None], ...] = ()
+        self._num_requests = 0
+        self._sent: dict[tuple[str, ...], Message] = {}
+        """Messages that a new coordinator needs: joins, values, notices, and requests without an answer."""
+
+    def check(self) -> None:
+        """Raise `RankLost` if this process may take no more part in the job, `DeadlineExceeded` if it is stuck."""
+        if self.known.refused is not None:
+            raise RankLost(f"rank {self.description.rank}: this process cannot go on: {self.known.refused}.")
+        if self.known.stuck is not None:
+            raise DeadlineExceeded(
+                f"rank {self.description.rank}: ranks wait for each other, and none can go on: {self.known.stuck}. All "
+                "ranks must call the same operations in the same order."
+            )
+
+    def on_change(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call `listener` whenever something changes, from another thread. Returns what ends that."""
+        with self._changed:
+            self._listeners = (*self._listeners, listener)
+
+        def remove() -> None:
+            with self._changed:
+                self._listeners = tuple(each for each in self._listeners if each is not listener)
+
+        return remove
+
+    # What this process sends
+
+    def set(self, key: str, value: str) -> None:
+        """Set a value that others can wait for."""
+        self._send(("set", key), {"op": "set", "key": key, "value": value})
+
+    def propose(self, key: str, value: str) -> None:
+        """Set a value unless another member was first: `values` returns what all members get."""
+        self._send(("propose", key), {"op": "propose", "key": key, "value": value})
+
+    def notice(self, scope: str, kind: str, reason: str, size: int) -> None:
+        """Announce to all members how this one's part in a scope of `size` members ends."""
+        message = {"op": "notice", "scope": scope, "kind": kind, "reason": reason, "size": size}
+        self._send(("notice", scope, kind), message)
+
+    def bye(self) -> None:
+        """Announce that this process takes no more part in the job."""
+        self._post({"op": "bye"})
+
+    def _send(self, key: tuple[str, ...], message: Message) -> None:
+        with self._sending:
+            with self._changed:
+                self._sent[key] = message
+            self._post(message)
+
+    # Waits
+
+    def join(
+        self,
+        scope: str,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        waiting: Callable[[list[int], float], None] = lambda ranks, seconds: None,
+    ) -> list[MemberDescription] | None:
+        """Enter a scope as `rank`, wait for all others, and return who they are, by rank; None after `timeout_s`.
+
+        Args:
+            waiting: called every few seconds with the ranks that are missing, and for how long they are waited for.
+
+        Raises `EnvironmentConflict` if another process has that rank.
+        """
+        told = 0.0
+
+        def check() -> None:
+            nonlocal told
+            if (conflict := self.known.conflicts.get(scope)) is not None:
+                raise EnvironmentConflict(f"rank {rank}: {conflict}.")
+            ranks, seconds = self.known.missing.get(scope, ([], 0.0))
+            if seconds > told:
+                told = seconds
+                waiting(ranks, seconds)
+
+        self._send(("join", scope), {"op": "join", "scope": scope, "rank": rank, "size": size})
+        self._wait(lambda: scope in self.known.rosters, check, timeout_s)
+        return self.known.rosters.get(scope)
+
+    def values(self, keys: list[str], timeout_s: float, check: Callable[[], None] = lambda: None) -> list[str] | None:
+        """Wait until all values are set, and return them; None after `timeout_s`."""
+        return self._request({"op": "get", "keys": keys}, timeout_s, check)
+
+    def sync(self, timeout_s: float) -> bool:
+        """Wait until the coordinator has handled all that this process sent; False after `timeout_s`."""
+        return self._request({"op": "sync"}, timeout_s, lambda: None) is not None
+
+    def table(self, timeout_s: float) -> list[dict[str, Any]] | None:
+        """What the coordinator knows of every member; None after `timeout_s`."""
+        return self._request({"op": "query"}, timeout_s, lambda: None)
+
+    def _request(self, message: Message, timeout_s: float, check: Callable[[], None]) -> Any:
+        with self._changed:
+            self._num_requests += 1
+            number = self._num_requests
+        key = ("request", str(number))
+        self._send(key, {**message, "request": number})
+        answered = False
+        try:
+            answered = self._wait(lambda: number in self.known.answers, check, timeout_s)
+            return self.known.answers.get(number)
+        finally:
+            with self._changed:
+                self._sent.pop(key, None)
+                self.known.answers.pop(number, None)
+            if not answered and message["op"] == "get":
+                self._post({"op": "cancel", "request": number})
+
+    def _wait(self, over: Callable[[], bool], check: Callable[[], None], timeout_s: float) -> bool:
+        """Wait until `over`; return False after `timeout_s`. Ended by `received`, and by what `check` raises."""
+        deadline = time.monotonic() + timeout_s
+        while not over():
+            self.check()
+            check()
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            with self._changed:
+                if not over():
+                    self._changed.wait(min(left_s, _CHECK_S))
+        return True
+
+    # The connection's side
+
+    def attach(self, post: Callable[[Message], None]) -> None:
+        """Send messages by `post` from now on, after everything that a coordinator has to know."""
+        with self._sending:
+            self._post, self.connected = post, True
+            with self._changed:
+                messages = list(self._sent.values())
+            for message in messages:
+                post(message)
+
+    def detach(self) -> None:
+        """There is no connection: messages are kept for the next one."""
+        with self._sending:
+            self._post, self.connected = lambda message: None, False
+
+    def hello(self, version: str) -> Message:
+        """The first message of a connection."""
+        with self._changed:
+            lost = dict(self.known.lost)
+            met = [each for roster in self.known.rosters.values() for each in roster if each.id not in lost]
+        known = list({each.id: each.to_json() for each in met}.values())
+        return {"op": "hello", "version": version, "member": self.description.to_json(), "known": known, "lost": lost}
+
+    def exclude(self, reason: str) -> None:
+        """This process may take no more part: all waits end."""
+        self.received({"op": "refused", "reason": reason})
+
+    def received(self, message: Message) -> None:
+        """Take in a message of the coordinator. Called by one thread at a time."""
+        if message["op"] == "look":
+            state = process_state(message["pid"], message["started"])
+            self._post({"op": "seen", "member": message["member"], "state": state})
+            return
+        with self._changed:
+            self.known.apply(message)
+            if message["op"] == "forget":
+                # Requests have numbers where the others have a scope or a key.
+                kept = {key for key in self._sent if key[0] == "request" or not is_inside(key[1], message["scope"])}
+                self._sent = {key: sent for key, sent in self._sent.items() if key in kept}
+            self.num_changes += 1
+            self._changed.notify_all()
+            listeners = self._listeners
+        for listener in listeners:
+            listener()

@@ -1,0 +1,298 @@
+"""The coordinator's state and decisions, without sockets, threads and clocks.
+
+How it works
+------------
+`CoordinatorState` is told what happened (`connect`, `receive`, `disconnect`, `tick`) and when, and puts messages for
+members into `outbox`, in the order in which they must be delivered. So it can be tested by calling it.
+
+What it holds:
+- members: the processes that have said hello, whether their connection is open, and when they were last heard;
+- lost: members that are gone for good. A lost member never comes back: its next hello is refused. That is the fence;
+- scopes: which member has which rank in a world or group. When all ranks have joined, all get the roster;
+- values: texts that members set and others wait for. A value dies with its owner, or with its scope;
+- notices: that a member has left a scope, closed or aborted a channel (which is a scope inside a scope), or fled from
+  the failure of another. All members get every notice. When all members of a scope have left, the scope is forgotten,
+  with the values and notices in it.
+
+A member sends all its messages over one connection, and the outbox keeps their order. So who hears that a member is
+lost has heard everything that this member announced before.
+
+Everything but `lost` belongs to some member, which sends it again when it connects to a new coordinator. In its hello
+every member sends whom it knows, present and lost: so a new coordinator also notices members that ended while there was
+none. A coordinator can be killed and replaced.
+
+When a member is lost is decided in `liveness`. A coordinator that was itself stopped must not take its own absence for
+the silence of others: a `tick` that comes late moves all times on by as much.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import tutti
+from tutti.coordination.description import MemberDescription, ProcessState, process_state
+from tutti.coordination.frames import Message, ProtocolError
+from tutti.coordination.knowledge import is_inside
+from tutti.coordination.liveness import MemberRecord, MemberWatch
+from tutti.coordination.values import ValueTable
+
+_LATE_TICK_S = 1.0
+"""A tick that comes later than this after the one before shows that the coordinator itself was stopped."""
+_MISSING_S = 2.0
+"""How often those that wait for others to join are told who is missing."""
+
+TERMINAL = frozenset({"left", "closed", "aborted"})
+"""Kinds of notices after which a member takes no more part in the scope."""
+
+
+class Refused(Exception):
+    """A member that may not take part, with the reason."""
+
+
+@dataclass(eq=False)
+class _Scope:
+    """Members that meet, each with a rank."""
+
+    size: int
+    since: float
+    told_at: float
+    """When those that have joined were last told who is missing."""
+    told: list[int] = field(default_factory=list)
+    members: dict[int, str] = field(default_factory=dict)
+    """Ids of members by rank."""
+
+    @property
+    def missing(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank not in self.members]
+
+
+class CoordinatorState:
+    """Members, scopes, values and notices of one job."""
+
+    def __init__(
+        self,
+        patience_s: float,
+        host_id: str,
+        now: float,
+        look: Callable[[int, int], ProcessState] = process_state,
+    ) -> None:
+        """Start with nobody.
+
+        Args:
+            patience_s: a member that is silent for this long is evicted.
+            host_id: the coordinator's own host, whose processes it can see.
+            look: returns the state of a process of this host, by process id and start time.
+        """
+        self.outbox: list[tuple[str, Message]] = []
+        """Messages to deliver, each with the id of the member that gets it."""
+        self.members: dict[str, MemberRecord] = {}
+        self.lost: dict[str, str] = {}
+        """Members that are gone for good, and why."""
+        self.evicted: deque[tuple[MemberDescription, str]] = deque()
+        """Members that were lost while their processes may still be there, and why, for a launcher to end them."""
+        self._patience_s = patience_s
+        self._watch = MemberWatch(
+            patience_s, host_id, look, lambda colleague, **fields: self._send(colleague, op="look", **fields)
+        )
+        self._ticked_at = now
+        self._scopes: dict[str, _Scope] = {}
+        self._values = ValueTable(self._answer)
+        self._notices: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+        """Reasons by scope, member and kind."""
+        self._handlers: dict[str, Callable[[MemberRecord, Message, float], None]] = {
+            "join": self._join,
+            "set": lambda record, message, _: self._values.set(record.id, message["key"], message["value"]),
+            "get": lambda record, message, _: self._values.request(record.id, message["request"], message["keys"]),
+            "cancel": lambda record, message, _: self._values.cancel(record.id, message["request"]),
+            "propose": lambda _, message, __: self._values.propose(message["key"], message["value"]),
+            "notice": self._notice,
+            "beat": self._beat,
+            "sync": lambda record, message, _: self._send(record, op="synced", request=message["request"]),
+            "seen": self._seen,
+            "query": lambda record, message, now: self._send(
+                record, op="table", request=message["request"], members=self.table(now)
+            ),
+            "bye": lambda record, *_: self._lose(record, "it has left"),
+        }
+
+    def connect(self, hello: Message, now: float) -> MemberRecord:
+        """A process has proved that it knows the secret, and says who it is. Raises `Refused`."""
+        if hello["version"] != tutti.__version__:
+            raise Refused(
+                f"it runs Tutti {hello['version']}, and the coordinator of this job runs {tutti.__version__}: install "
+                "the same version on every host"
+            )
+        description = MemberDescription.from_json(hello["member"])
+        for member, reason in hello["lost"].items():
+            if isinstance(reason, str) and member not in self.lost and member not in self.members:
+                self._remember_lost(member, reason)
+        for known in map(MemberDescription.from_json, hello["known"]):
+            if known.id not in self.lost and known.id not in self.members:
+                self.members[known.id] = MemberRecord(known, now, closed_at=now + self._patience_s)
+        if (reason := self.lost.get(description.id)) is not None:
+            raise Refused(f"the job goes on without it: {reason}")
+        record = self.members.get(description.id)
+        if record is None:
+            record = self.members[description.id] = MemberRecord(description, now)
+        elif record.closed_at is None:
+            raise Refused("a process with its identity is connected already")
+        record.heard_at, record.closed_at, record.process = now, None, None
+        self._send(record, op="welcome", version=tutti.__version__, lost=self.lost)
+        for scope, notices in self._notices.items():
+            for member, kinds in notices.items():
+                for kind, reason in kinds.items():
+                    self._send(record, op="noticed", scope=scope, member=member, kind=kind, reason=reason)
+        return record
+
+    def receive(self, member: str, message: Message, now: float) -> None:
+        """A member has sent a message. Raises `ProtocolError` for what no member sends."""
+        record = self.members.get(member)
+        if record is None:
+            return  # It was lost a moment ago.
+        record.heard_at = now
+        handle = self._handlers.get(message["op"])
+        if handle is None:
+            raise ProtocolError(f"members do not send '{message['op']}'")
+        handle(record, message, now)
+
+    def disconnect(self, member: str, now: float) -> None:
+        """The connection of a member has ended."""
+        if (record := self.members.get(member)) is not None:
+            record.closed_at, record.looked_at = now, 0.0
+            self._judge(record, now)
+
+    def tick(self, now: float) -> float:
+        """Do what is due; return after how many seconds to call again."""
+        if (gap := now - self._ticked_at) > _LATE_TICK_S:
+            for record in self.members.values():
+                record.heard_at += gap
+                if record.closed_at is not None:
+                    record.closed_at += gap
+        self._ticked_at = now
+        for record in list(self.members.values()):
+            self._judge(record, now)
+        for name, scope in self._scopes.items():
+            missing = scope.missing[:100]
+            if missing and (now - scope.told_at >= _MISSING_S or missing != scope.told):
+                # The time says how long they are waited for, at the interval at which people want to read it.
+                due = now - scope.told_at >= _MISSING_S
+                scope.told, scope.told_at = missing, now if due else scope.told_at
+                seconds = scope.told_at - scope.since
+                for member in scope.members.values():
+                    if member in self.members:
+                        self._send(self.members[member], op="missing", scope=name, ranks=missing, seconds=seconds)
+        return 0.02 if any(record.closed_at is not None for record in self.members.values()) else 0.25
+
+    def table(self, now: float) -> list[dict[str, Any]]:
+        """What is known of every member, by rank."""
+        rows = [
+            {
+                **record.description.to_json(),
+                "status": record.status,
+                "silent_s": round(now - record.heard_at, 3),
+                "connected": record.closed_at is None,
+                "process": record.process,
+            }
+            for record in self.members.values()
+        ]
+        return sorted(rows, key=lambda row: row["rank"])
+
+    # Messages of members
+
+    def _join(self, record: MemberRecord, message: Message, now: float) -> None:
+        name, rank, size = message["scope"], message["rank"], message["size"]
+        scope = self._scopes.setdefault(name, _Scope(size, now, now))
+        holder = scope.members.get(rank, record.id)
+        if not 0 <= rank < scope.size or size != scope.size:
+            reason = f"rank {rank} of {size} does not fit into a world of {scope.size}"
+        elif holder != record.id:
+            other = self.members[holder].name if holder in self.members else "a lost process"
+            reason = f"two processes say they are rank {rank} of {size}: {other} and {record.name}; each needs its own"
+        else:
+            complete_before = not scope.missing
+            scope.members[rank] = record.id
+            if not scope.missing:
+                # To all when it becomes complete, and to one that joins again after its connection broke.
+                for member in [record.id] if complete_before else scope.members.values():
+                    if member in self.members:
+                        self._send(self.members[member], op="roster", scope=name, members=self._roster(scope))
+            return
+        self._send(record, op="conflict", scope=name, reason=reason)
+
+    def _roster(self, scope: _Scope) -> list[dict[str, Any]]:
+        ids = (scope.members[rank] for rank in range(scope.size))
+        return [self.members[member].description.to_json() if member in self.members else {} for member in ids]
+
+    def _notice(self, record: MemberRecord, message: Message, _: float) -> None:
+        scope, kind, reason = message["scope"], message["kind"], message["reason"]
+        self._notices[scope][record.id][kind] = reason
+        self._broadcast(op="noticed", scope=scope, member=record.id, kind=kind, reason=reason)
+        if kind in TERMINAL:
+            self._forget_if_over(scope, message["size"])
+
+    def _forget_if_over(self, scope: str, size: int) -> None:
+        """Forget a scope when all its members have left it or are lost."""
+        over = {member for member, kinds in self._notices[scope].items() if TERMINAL & kinds.keys()}
+        if scope in self._scopes:  # Who is in a channel is not known here: one with a lost member ends with its world.
+            over |= self.lost.keys() & set(self._scopes[scope].members.values())
+        if len(over) < size:
+            return
+        self._values.drop_scope(scope)
+        for name in [name for name in self._notices if is_inside(name, scope)]:
+            del self._notices[name]
+        self._scopes.pop(scope, None)
+        self._broadcast(op="forget", scope=scope)
+
+    def _beat(self, record: MemberRecord, message: Message, _: float) -> None:
+        record.status, record.process = message["status"], None
+
+    # Liveness
+
+    def _judge(self, record: MemberRecord, now: float) -> None:
+        """Lose a member whose process has ended, or that was silent for too long."""
+        verdict = self._watch.verdict(record, self.members.values(), now)
+        if verdict is not None:
+            if verdict.may_run:
+                self.evicted.append((record.description, verdict.reason))
+            self._lose(record, verdict.reason)
+
+    def _seen(self, record: MemberRecord, message: Message, _: float) -> None:
+        seen = self.members.get(message["member"])
+        if seen is not None and message["state"] in ("running", "stopped", "ended"):
+            seen.process = message["state"]
+
+    def _lose(self, record: MemberRecord, reason: str) -> None:
+        """Go on without a member, for good."""
+        member = record.id
+        del self.members[member]
+        self._values.drop_member(member)
+        for scope in self._scopes.values():
+            if scope.missing:  # It may be started again, before the scope is complete.
+                scope.members = {rank: holder for rank, holder in scope.members.items() if holder != member}
+        # To itself too, if it is connected: it then knows that it was evicted, and why.
+        self.outbox.append((member, {"op": "refused", "reason": f"the job goes on without it: {reason}"}))
+        self._remember_lost(member, reason)
+        for name, scope in list(self._scopes.items()):
+            if member in scope.members.values():
+                self._forget_if_over(name, scope.size)
+
+    def _remember_lost(self, member: str, reason: str) -> None:
+        self.lost[member] = reason
+        self._broadcast(op="lost", member=member, reason=reason)
+
+    # Sending
+
+    def _answer(self, member: str, request: int, values: list[str]) -> None:
+        self.outbox.append((member, {"op": "values", "request": request, "values": values}))
+
+    def _send(self, record: MemberRecord, **message: Any) -> None:
+        self.outbox.append((record.id, message))
+
+    def _broadcast(self, **message: Any) -> None:
+        self.outbox.extend((member, message) for member in self.members)
+
+    def drain(self) -> Iterable[tuple[str, Message]]:
+        """Take all messages out of the outbox."""
+        messages, self.outbox = self.outbox, []
+        return messages

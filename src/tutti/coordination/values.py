@@ -1,0 +1,93 @@
+"""Values that members set and others wait for, as the coordinator keeps them."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tutti.coordination.frames import ProtocolError
+from tutti.coordination.knowledge import is_inside
+
+_MOST_VALUES = 20_000
+"""Values of one member."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A member that waits for values."""
+
+    member: str
+    number: int
+    keys: tuple[str, ...]
+
+
+class ValueTable:
+    """Texts by key, each of a member or of a scope, and the requests that wait for some of them."""
+
+    def __init__(self, answer: Callable[[str, int, list[str]], None]) -> None:
+        """Call `answer` with a member, the number of its request, and the values, when all of them are there."""
+        self._answer = answer
+        self._values: dict[str, str] = {}
+        self._keys: dict[str, set[str]] = defaultdict(set)
+        """Keys of the values that each member has set."""
+        self._waiting: dict[str, list[_Request]] = defaultdict(list)
+        """Requests by a key that they lack."""
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def set(self, member: str, key: str, value: str) -> None:
+        """Set a value of a member's, which dies with it."""
+        keys = self._keys[member]
+        keys.add(key)
+        if len(keys) > _MOST_VALUES:
+            raise ProtocolError(f"a member has set more than {_MOST_VALUES} values")
+        self._store(key, value)
+
+    def propose(self, key: str, value: str) -> None:
+        """Set a value unless there is one. Its scope owns it: the decision outlives who proposed it."""
+        if key not in self._values:
+            self._store(key, value)
+
+    def _store(self, key: str, value: str) -> None:
+        self._values[key] = value
+        for request in self._waiting.pop(key, []):
+            self._try(request)
+
+    def request(self, member: str, number: int, keys: list[str]) -> None:
+        """Answer when all values are there."""
+        if not all(isinstance(key, str) for key in keys):
+            raise ProtocolError("keys of values are texts")
+        self._try(_Request(member, number, tuple(keys)))
+
+    def _try(self, request: _Request) -> None:
+        """Answer if all values are there; otherwise wait for the first that is missing."""
+        missing = next((key for key in request.keys if key not in self._values), None)
+        if missing is None:
+            self._answer(request.member, request.number, [self._values[key] for key in request.keys])
+        else:
+            self._waiting[missing].append(request)
+
+    def cancel(self, member: str, number: int | None = None) -> None:
+        """Drop a request of a member, or all of them."""
+        for key, requests in list(self._waiting.items()):
+            kept = [each for each in requests if each.member != member or number not in (None, each.number)]
+            if kept:
+                self._waiting[key] = kept
+            else:
+                del self._waiting[key]
+
+    def drop_member(self, member: str) -> None:
+        """Forget the values and requests of a member that is gone."""
+        for key in self._keys.pop(member, ()):
+            self._values.pop(key, None)
+        self.cancel(member)
+
+    def drop_scope(self, scope: str) -> None:
+        """Forget all values of a scope."""
+        for key in [key for key in self._values if is_inside(key, scope)]:
+            del self._values[key]
+        for member, keys in list(self._keys.items()):
+            self._keys[member] = {key for key in keys if not is_inside(key, scope)}

@@ -1,0 +1,21 @@
+"""The coordinator of a run that the launcher serves."""
+
+from tutti.coordination import Coordinator, Secret
+from tutti.launch.control_settings import COORDINATOR, ENCRYPT, SECRET, find_patience, find_secret
+from tutti.launch.host import host_id
+from tutti.launch.lab.placement import ProcessPlacement
+
+
+def serve_coordinator(placement: ProcessPlacement, environment: dict[str, str]) -> Coordinator:
+    """Serve the coordinator of a run, with a secret of this run alone unless the user has given one.
+
+    Args:
+        placement: the hosts of the run, one of which it listens on.
+        environment: variables of all workers, to which those are added by which they find it.
+    """
+    secret = find_secret(environment) if SECRET in environment else Secret.generate(environment.get(ENCRYPT) != "0")
+    listener, patience = placement.listen(), find_patience(environment)
+    made = Coordinator(listener, secret, host_id=host_id(), address=placement.address, patience=patience)
+    environment[SECRET] = secret.text
+    environment[COORDINATOR] = f"{placement.address}:{made.port}"
+    return made

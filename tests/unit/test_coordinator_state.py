@@ -1,0 +1,263 @@
+"""The coordinator's decisions, told what happened and when: no sockets, no clock."""
+
+from typing import Any
+
+import pytest
+
+from tutti import __version__
+from tutti.coordination.description import MemberDescription
+from tutti.coordination.frames import SCHEMA, Message, ProtocolError, decode, encode
+from tutti.coordination.state import CoordinatorState, Refused
+
+PATIENCE_S = 10.0
+
+
+class Job:
+    """A coordinator on host "a", and the processes it can see."""
+
+    def __init__(self, *hosts: str) -> None:
+        self.now = 100.0
+        self.processes: dict[int, Any] = {}
+        self.state = CoordinatorState(PATIENCE_S, "a", self.now, lambda pid, _: self.processes.get(pid, "running"))
+        self.members = [MemberDescription(f"m{rank}", rank, host, host, rank, 1) for rank, host in enumerate(hosts)]
+        for member in self.members:
+            self.hello(member)
+        self.told()
+
+    def hello(self, member: MemberDescription, **fields: Any) -> None:
+        message = {"version": __version__, "member": member.to_json(), "known": [], "lost": {}, **fields}
+        self.state.connect({"op": "hello", **message}, self.now)
+
+    def send(self, sender: int, op: str, **fields: Any) -> list[tuple[str, Message]]:
+        self.state.receive(f"m{sender}", decode(encode({"op": op, **fields})[4:]), self.now)
+        return self.told()
+
+    def told(self) -> list[tuple[str, Message]]:
+        """What members are sent since the last call; every message fits the schema."""
+        messages = list(self.state.drain())
+        for _, message in messages:
+            decode(encode(message)[4:])
+        return messages
+
+    def wait(self, seconds: float, silent: tuple[int, ...] = (), step_s: float = 0.25) -> list[tuple[str, Message]]:
+        """Let time pass; all members but the `silent` ones report."""
+        told = []
+        for _ in range(round(seconds / step_s)):
+            self.now += step_s
+            for member in self.members:
+                if member.rank not in silent and member.id in self.state.members:
+                    self.state.receive(member.id, {"op": "beat", "status": {}}, self.now)
+            self.state.tick(self.now)
+            told += self.told()
+        return told
+
+    @property
+    def lost(self) -> dict[str, str]:
+        return self.state.lost
+
+
+def losses(told: list[tuple[str, Message]]) -> set[tuple[str, str]]:
+    return {(to, message["member"]) for to, message in told if message["op"] == "lost"}
+
+
+def test_all_get_the_roster_when_the_last_has_joined() -> None:
+    job = Job("a", "a", "b")
+    assert job.send(2, "join", scope="world", rank=0, size=3) == []
+    assert job.send(0, "join", scope="world", rank=2, size=3) == []
+    told = job.send(1, "join", scope="world", rank=1, size=3)
+    assert [to for to, _ in told] == ["m2", "m0", "m1"]
+    assert all([member["id"] for member in message["members"]] == ["m2", "m1", "m0"] for _, message in told)
+
+
+def test_those_that_wait_are_told_who_is_missing() -> None:
+    job = Job("a", "a")
+    job.send(0, "join", scope="world", rank=0, size=4)
+    job.send(1, "join", scope="world", rank=2, size=4)
+    told = [message for to, message in job.wait(5) if to == "m0" and message["op"] == "missing"]
+    assert [message["ranks"] for message in told] == [[1, 3]] * 3
+    assert [round(message["seconds"]) for message in told] == [0, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "reason"),
+    [(0, 2, "two processes say they are rank 0 of 2"), (1, 3, "does not fit"), (2, 2, "does not fit"), (-1, 2, "fit")],
+)
+def test_a_rank_that_cannot_be(rank: int, size: int, reason: str) -> None:
+    job = Job("a", "a")
+    job.send(0, "join", scope="world", rank=0, size=2)
+    [(to, message)] = job.send(1, "join", scope="world", rank=rank, size=size)
+    assert to == "m1"
+    assert message["op"] == "conflict"
+    assert reason in message["reason"]
+
+
+def test_values_are_sent_when_all_are_there() -> None:
+    job = Job("a", "a")
+    assert job.send(1, "get", request=7, keys=["world/x", "world/y"]) == []
+    assert job.send(0, "set", key="world/y", value="2") == []
+    assert job.send(0, "set", key="world/x", value="1") == [
+        ("m1", {"op": "values", "request": 7, "values": ["1", "2"]})
+    ]
+    job.send(1, "get", request=8, keys=["world/z"])
+    job.send(1, "cancel", request=8)
+    assert job.send(0, "set", key="world/z", value="3") == []
+
+
+def test_the_first_proposal_counts_for_all() -> None:
+    job = Job("a", "a")
+    job.send(1, "propose", key="world/verdict", value="stop")
+    job.send(0, "propose", key="world/verdict", value="go")
+    for rank in (0, 1):
+        [(_, answer)] = job.send(rank, "get", request=1, keys=["world/verdict"])
+        assert answer["values"] == ["stop"]
+
+
+def test_a_scope_is_forgotten_when_all_have_left_it() -> None:
+    job = Job("a", "a")
+    for rank in (0, 1):
+        job.send(rank, "join", scope="world", rank=rank, size=2)
+        job.send(rank, "set", key=f"world/sum/at/{rank}", value="here")
+    job.send(0, "notice", scope="world/sum", kind="closed", reason="done", size=2)
+    assert "world/sum/at/1" in job.state._values
+    told = job.send(1, "notice", scope="world/sum", kind="closed", reason="done", size=2)
+    assert {message["op"] for _, message in told} == {"noticed", "forget"}
+    assert not job.state._values
+    # One leaves, the other is lost: nobody is left.
+    job.send(0, "notice", scope="world", kind="left", reason="it has left", size=2)
+    assert job.state._scopes
+    job.processes[1] = "ended"
+    job.state.disconnect("m1", job.now)
+    assert not job.state._scopes
+    assert not job.state._notices
+    assert not any(job.state._values._keys.values())
+
+
+def test_announcements_come_before_the_loss() -> None:
+    """So whoever hears of a loss knows whether that rank only followed another."""
+    job = Job("a", "a", "b")
+    told = job.send(2, "notice", scope="world", kind="fled", reason="because", size=3)
+    job.state.disconnect("m2", job.now)
+    told += job.wait(1)
+    assert [message["op"] for to, message in told if to == "m0"] == ["noticed", "lost"]
+
+
+def test_a_process_that_ended_is_lost_at_once() -> None:
+    job = Job("a", "a", "b")
+    job.processes[1] = "ended"
+    job.state.disconnect("m1", job.now)
+    assert losses(job.told()) == {("m0", "m1"), ("m2", "m1")}
+    assert job.lost["m1"] == "its process 1 on a has ended"
+
+
+def test_a_connection_that_breaks_may_be_opened_again() -> None:
+    job = Job("a", "a")
+    job.state.disconnect("m1", job.now)  # Its process is seen to run.
+    job.wait(PATIENCE_S - 1, silent=(1,))
+    job.hello(job.members[1])
+    assert not losses(job.wait(3 * PATIENCE_S))
+    job.state.disconnect("m1", job.now)
+    job.wait(PATIENCE_S + 1, silent=(1,))
+    assert "has not connected again for 10 s" in job.lost["m1"]
+
+
+def test_on_another_host_a_member_there_looks() -> None:
+    job = Job("a", "b", "b")
+    job.state.disconnect("m1", job.now)
+    asked = [(to, message) for to, message in job.told() if message["op"] == "look"]
+    assert asked == [("m2", {"op": "look", "member": "m1", "pid": 1, "started": 1})]
+    assert not job.lost
+    job.send(2, "seen", member="m1", state="ended")
+    job.wait(0.25, silent=(1,))
+    assert job.lost == {"m1": "its process 1 on b has ended"}
+
+
+def test_on_another_host_without_anybody_a_closed_connection_is_a_loss() -> None:
+    job = Job("a", "b")
+    job.state.disconnect("m1", job.now)
+    job.now += 0.1
+    job.state.tick(job.now)
+    assert not job.lost
+    job.now += 0.15
+    job.state.tick(job.now)
+    assert "the connection of its process 1 on b was closed" in job.lost["m1"]
+
+
+@pytest.mark.parametrize(
+    ("host", "process", "reason"), [("a", "stopped", "it is stopped"), ("b", None, "its host or the network is down")]
+)
+def test_who_is_silent_for_too_long_is_evicted(host: str, process: str | None, reason: str) -> None:
+    job = Job("a", host, "a")
+    job.processes[1] = process
+    assert not losses(job.wait(PATIENCE_S, silent=(1,)))
+    told = job.wait(0.5, silent=(1,))
+    assert losses(told) == {("m0", "m1"), ("m2", "m1")}
+    assert "refused" in {message["op"] for to, message in told if to == "m1"}  # It is told too, when it wakes up.
+    assert job.lost["m1"] == f"its process 1 on {host} was silent for 10 s: {reason}"
+    assert [member.rank for member, _ in job.state.evicted] == [1]
+    with pytest.raises(Refused, match="the job goes on without it"):
+        job.hello(job.members[1])
+
+
+def test_who_computes_and_says_nothing_is_not_evicted() -> None:
+    job = Job("a", "a", "b", "b")
+
+    def look(told: list[tuple[str, Message]]) -> None:
+        for to, message in told:
+            if message["op"] == "look":
+                job.state.receive(to, {"op": "seen", "member": message["member"], "state": "running"}, job.now)
+
+    for _ in range(40):
+        look(job.wait(1, silent=(1, 2)))
+    assert not job.lost
+
+
+def test_a_coordinator_that_was_stopped_evicts_nobody() -> None:
+    job = Job("a", "b")
+    job.now += 60
+    job.state.tick(job.now)
+    assert not losses(job.wait(PATIENCE_S - 1, silent=(1,)))
+    job.wait(2, silent=(1,))
+    assert set(job.lost) == {"m1"}
+
+
+def test_a_new_coordinator_learns_from_its_members() -> None:
+    job = Job("a")
+    gone = MemberDescription("m1", 1, "a", "a", 1, 1)
+    late, never = MemberDescription("m2", 2, "b", "b", 2, 1), MemberDescription("m3", 3, "b", "b", 3, 1)
+    job.processes[1] = "ended"
+    job.state.disconnect("m0", job.now)
+    known = [each.to_json() for each in (gone, late, never)]
+    job.hello(job.members[0], known=known, lost={"m4": "it was killed"})
+    job.wait(1)
+    assert set(job.lost) == {"m1", "m4"}
+    job.hello(late)
+    job.members.append(late)
+    job.wait(2 * PATIENCE_S)
+    assert set(job.lost) == {"m1", "m3", "m4"}
+
+
+def test_another_version_is_refused() -> None:
+    with pytest.raises(Refused, match=r"it runs Tutti 0\.0, and the coordinator of this job runs"):
+        Job().hello(MemberDescription("m", 0, "a", "a", 1, 1), version="0.0")
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"", b"[]", b"{}", b'{"op":1}', b'{"op":"nothing"}', b'{"op":"set","key":"k"}', b'{"op":"bye","more":1}',
+        b'{"op":"join","scope":"w","rank":true,"size":2}', b'{"op":"join","scope":"w","rank":"0","size":2}',
+        b"[" * 100_000, b"\xff", b'{"op":"set","key":"k","value":"' + b"x" * 70_000 + b'"}',
+    ],
+)  # fmt: skip
+def test_messages_that_no_member_sends(payload: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(payload)
+
+
+@pytest.mark.parametrize("op", sorted(SCHEMA))
+def test_a_member_cannot_speak_for_the_coordinator(op: str) -> None:
+    handled = set(CoordinatorState(1, "a", 0)._handlers)
+    job = Job("a")
+    if op not in handled:
+        with pytest.raises(ProtocolError, match="do not send"):
+            job.state.receive("m0", {"op": op}, job.now)
