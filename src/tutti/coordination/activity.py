@@ -7,11 +7,12 @@ under a microsecond and needs no lock: the heartbeat may read values of two neig
 
 A wait is entered (`waiting`) by code that has already waited for a tenth of a second, so a wait that ends at once costs
 nothing. There is at most one wait per thread. Waits of background threads are marked: they show for whom an exchange
-waits, but the process itself computes meanwhile.
+waits, but the process itself computes meanwhile, unless its training loop waits for that thread.
 """
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,7 +35,6 @@ class Wait:
     """What they should do."""
     any_of: bool = False
     """Whether one of them is enough."""
-    background: bool = False
     since: float = field(default_factory=time.monotonic)
 
     def moved(self, ranks: Sequence[int] | None = None) -> None:
@@ -58,7 +58,9 @@ class Activity:
         self._waits: dict[int, Wait] = {}
         """Waits by thread."""
         self._background: set[int] = set()
-        """Threads whose waits do not stop the training loop."""
+        """Threads whose waits stop the training loop only while it waits for them."""
+        self._awaited: Counter[int] = Counter()
+        """How many threads wait for each of those."""
 
     def enter(self, phase: str) -> None:
         """A phase begins, and with it the one before ends."""
@@ -83,6 +85,16 @@ class Activity:
         self._background.add(threading.get_ident())
 
     @contextmanager
+    def waiting_for_thread(self, thread: int | None) -> Iterator[None]:
+        """The calling thread waits for a background thread, whose own waits stop it meanwhile."""
+        number = thread or 0
+        self._awaited[number] += 1
+        try:
+            yield
+        finally:
+            self._awaited[number] -= 1
+
+    @contextmanager
     def waiting(self, ranks: Sequence[int], action: str, *, any_of: bool = False) -> Iterator[Wait]:
         """The calling thread waits for other ranks to do something.
 
@@ -93,7 +105,7 @@ class Activity:
         """
         thread = threading.get_ident()
         before = self._waits.get(thread)
-        wait = self._waits[thread] = Wait(ranks, action, any_of, thread in self._background)
+        wait = self._waits[thread] = Wait(ranks, action, any_of)
         try:
             yield wait
         finally:
@@ -117,8 +129,8 @@ class Activity:
                     "action": wait.action,
                     "s": round(now - wait.since, 3),
                     "any_of": wait.any_of,
-                    "background": wait.background,
+                    "background": thread in self._background and not self._awaited[thread],
                 }
-                for wait in list(self._waits.values())[:8]
+                for thread, wait in list(self._waits.items())[:8]
             ],
         }

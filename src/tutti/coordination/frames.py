@@ -44,7 +44,7 @@ SCHEMA: dict[str, Fields] = {
     "synced": {"request": int},
     "look": {"member": str, "pid": int, "started": int},
     "table": {"request": int, "members": list},
-    "stuck": {"scope": str, "reason": str},
+    "stuck": {"reason": str},
 }
 """The fields of each message and their types."""
 

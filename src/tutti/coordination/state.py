@@ -32,6 +32,7 @@ from typing import Any
 
 import tutti
 from tutti.coordination.description import MemberDescription, ProcessState, process_state
+from tutti.coordination.diagnosis import deadlock_text, deadlocked
 from tutti.coordination.frames import Message, ProtocolError
 from tutti.coordination.knowledge import is_inside
 from tutti.coordination.liveness import MemberRecord, MemberWatch
@@ -39,6 +40,8 @@ from tutti.coordination.values import ValueTable
 
 _LATE_TICK_S = 1.0
 """A tick that comes later than this after the one before shows that the coordinator itself was stopped."""
+_DEADLOCKS_S = 1.0
+"""How often deadlocks are looked for."""
 _MISSING_S = 2.0
 """How often those that wait for others to join are told who is missing."""
 
@@ -95,7 +98,7 @@ class CoordinatorState:
         self._watch = MemberWatch(
             patience_s, host_id, look, lambda colleague, **fields: self._send(colleague, op="look", **fields)
         )
-        self._ticked_at = now
+        self._ticked_at = self._deadlocks_at = now
         self._scopes: dict[str, _Scope] = {}
         self._values = ValueTable(self._answer)
         self._notices: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
@@ -172,6 +175,7 @@ class CoordinatorState:
         self._ticked_at = now
         for record in list(self.members.values()):
             self._judge(record, now)
+        self._end_deadlocks(now)
         for name, scope in self._scopes.items():
             missing = scope.missing[:100]
             if missing and (now - scope.told_at >= _MISSING_S or missing != scope.told):
@@ -248,6 +252,16 @@ class CoordinatorState:
         record.status, record.process = message["status"], None
 
     # Liveness
+
+    def _end_deadlocks(self, now: float) -> None:
+        """Have the waits of ranks end that wait for each other: nothing else would end them."""
+        if now < self._deadlocks_at:
+            return
+        self._deadlocks_at = now + _DEADLOCKS_S
+        if stuck := deadlocked(self.table(now), self._patience_s):
+            reason = deadlock_text(stuck)
+            for row in stuck:
+                self._send(self.members[row["id"]], op="stuck", reason=reason)
 
     def _judge(self, record: MemberRecord, now: float) -> None:
         """Lose a member whose process has ended, or that was silent for too long."""

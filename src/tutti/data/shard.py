@@ -14,6 +14,7 @@ from torch.utils.data import (
 )
 
 from tutti.collectives import broadcast_json
+from tutti.coordination.activity import IDLE, Activity
 from tutti.data.samplers import AllRanksSampler, shuffled, undivided
 from tutti.errors import ConfigError
 from tutti.replica import SampleCounts
@@ -137,7 +138,7 @@ class ShardedLoader:
         self._epoch += 1
         sizes = [len(batch) for batch in self._rank_batches.batches]
         # Sizes are known from the indices, whatever the collate function makes of the samples.
-        return _counted(iter(self._loader), iter(sizes), self._world.sample_counts)
+        return _counted(loading(self._loader, self._world.transport.activity), iter(sizes), self._world.sample_counts)
 
     def __len__(self) -> int:
         return len(self._rank_batches)
@@ -287,18 +288,33 @@ class ShardedIterable:
         return _in_turn(enumerate(self._items), self._world, lambda item: item)
 
 
+def loading(batches: Iterable[Any], activity: Activity) -> Iterator[Any]:
+    """Yield the batches, and report when the training loop waits for one."""
+    activity.enter("loading data")
+    for batch in batches:
+        activity.enter(IDLE)
+        yield batch
+        activity.enter("loading data")
+    activity.enter(IDLE)
+
+
 def _in_turn(items: Iterator[tuple[int, Any]], world: World, get: Callable[[Any], Any]) -> Iterator[Any]:
     """Yield every `size`-th item, from this rank's first.
 
     Where the number of items is not a multiple of the ranks, some ranks run out one item early. In training, such a
     rank gets its last item once more with weight 0: it contributes nothing, but takes part in the others' last step.
     """
+    activity = world.transport.activity
+    activity.enter("loading data")
     number, local = -1, []  # `local` holds this rank's last item, if it has had one.
     for number, item in items:
         if number % world.size == world.rank:
             local = [get(item)]  # Items of other ranks are not even loaded.
+            activity.enter(IDLE)
             world.sample_counts.record_batch(num_rows(local))
             yield local[0]
+            activity.enter("loading data")
+    activity.enter(IDLE)
     # Only known after the last item: an iterable need not have a length.
     _refuse_empty(number + 1)
     _refuse_too_few(number + 1, world.size)

@@ -98,6 +98,7 @@ def _start(
     replica = HookedReplica(
         model if model_on_mesh is None else model_on_mesh.local_module, optimizer, world.sample_counts
     )
+    replica.activity = world.transport.activity
     world.usage.num_jobs += 1
     # The device decides: tensors on a GPU cannot lie in shared memory.
     transport = for_devices(world.transport, replica.device_types)

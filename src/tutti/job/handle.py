@@ -117,6 +117,7 @@ class Job(CollectiveValues, JobProgress, NotCopied):
         with self.world.waiting(self._exchange):
             self._exchange.consensus(optimizer)
         self._replica.in_consensus = True
+        self._replica.activity.enter("evaluation")
         local: list[tuple[Tensor, Tensor]] = []
         try:
             for copy in copies:

@@ -36,7 +36,7 @@ from tutti.launch.undistributed import UndistributedCheck
 from tutti.simulation import guard
 from tutti.strategies import parse
 from tutti.transports import Membership, SingleRankTransport, SocketTransport, Transport
-from tutti.transports.base import DEFAULT_TIMEOUT
+from tutti.transports.base import DEFAULT_TIMEOUT, NO_LIMIT
 from tutti.transports.hosts import levelled
 from tutti.world import World, current_world, set_world
 
@@ -53,8 +53,9 @@ def init(*, timeout: Duration | None = None, transport: str | None = None, torch
     Collective: waits until every rank has called it. Called again, it returns the same world.
 
     Args:
-        timeout: how long to wait for ranks to come, and for any answer later: seconds, a text such as "40s" or a
-            timedelta; $TUTTI_TIMEOUT, or 5 minutes, by default.
+        timeout: how long to wait for ranks to come: seconds, a text such as "40s" or a timedelta; $TUTTI_TIMEOUT, or
+            5 minutes, by default. Later, a rank that is slow is waited for, and one that is lost is noticed
+            ($TUTTI_PATIENCE).
         transport: "auto" takes shared memory when all ranks are on one host; "mpi" sends everything over MPI, and
             "mpi:ring", say, has Open MPI use its ring; $TUTTI_TRANSPORT by default.
         torch_distributed: also make torch's default process group, of backend "tutti", so that code which calls
@@ -90,6 +91,8 @@ def _join(timeout: Duration | None, transport: str | None) -> World:
         member = member_of_run(environment, limit)
         membership = wait_for_ranks(member, scope, environment.rank, environment.size, limit)
         membership.address = listen_address(environment, membership)
+        # All are here. From now on a rank may be slow for as long as it lives: the coordinator knows when it does not.
+        membership.timeout = NO_LIMIT
         if mpi.is_mpi(kind):
             joined: Transport = mpi.connect(membership)
         else:

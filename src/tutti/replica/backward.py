@@ -122,6 +122,7 @@ class BackwardPass:
         replica = self._replica
         if replica.away:
             raise ConfigError("a backward pass inside job.away(), in which this rank takes no part: train outside it.")
+        replica.activity.enter("backward")
         if replica.checks is not None:
             replica.checks.pass_started(slot)
         self.running = True

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tutti.coordination.activity import IDLE, Activity
 from tutti.errors import ConfigError, RankLost
 from tutti.replica.backward import BackwardPass
 from tutti.replica.factors import Catcher, FactoredLayer
@@ -45,6 +46,8 @@ class HookedReplica(Replica):
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, sample_counts: SampleCounts) -> None:
         super().__init__(model, optimizer)
+        self.activity = Activity()
+        """Where the phases of training are reported: replaced by that of the process, where others may wait for it."""
         self.contribution = Contribution(sample_counts)
         self._sample_counts = sample_counts
         self.syncing = True
@@ -204,7 +207,10 @@ class HookedReplica(Replica):
         return on_gradient
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():  # An evaluation: its samples are not trained on.
+        training = torch.is_grad_enabled()
+        if not torch.compiler.is_compiling():
+            self.activity.enter("forward" if training else "evaluation")
+        if not training:  # An evaluation: its samples are not trained on.
             return
         # Id -1: not inside a backward pass, in which checkpointed layers go forward again.
         if self._backward.running and torch._C._current_graph_task_id() == -1:
@@ -220,6 +226,7 @@ class HookedReplica(Replica):
         if self.in_consensus or self.away:
             where = "job.consensus(), whose model is not this rank's own" if self.in_consensus else "job.away()"
             raise ConfigError(f"a step of the optimiser inside {where}: train outside it.")
+        self.activity.enter("optimizer")
         self.step_is_void = self.loss_scaling is not None and self.loss_scaling.unscale()
         if self._step_checks is not None:
             self._step_checks.check(gradients=self._scope == "gradients")
@@ -261,6 +268,8 @@ class HookedReplica(Replica):
             self.listener.after_step()
         except RankLost as error:
             raise explained(error, self) from None
+        self.activity.stepped()
+        self.activity.enter(IDLE)
 
 
 def explained(error: RankLost, replica: HookedReplica) -> Exception:

@@ -18,10 +18,12 @@ against `close`: nothing is queued behind the None.
 """
 
 import threading
+from contextlib import AbstractContextManager
 from queue import SimpleQueue
 
 import torch
 
+from tutti.coordination.activity import Activity
 from tutti.errors import ConfigError, RankLost
 from tutti.transports.base import Operation, Work
 
@@ -45,8 +47,9 @@ def run_operation(operation: Operation) -> None:
 class _QueuedOperation(Work):
     """An operation in the queue of an `OperationThread`, or under way there."""
 
-    def __init__(self, operation: Operation) -> None:
+    def __init__(self, operation: Operation, thread: "OperationThread") -> None:
         self.operation = operation
+        self._thread = thread
         self.over = threading.Event()
         self.error: Exception | None = None
 
@@ -54,8 +57,10 @@ class _QueuedOperation(Work):
         return self.over.is_set()
 
     def wait(self) -> None:
-        # No deadline is needed: each wait inside the operation has one, and closing the transport ends them all.
-        self.over.wait()
+        # No deadline is needed: each wait inside the operation ends by itself, and closing the transport ends them all.
+        if not self.over.is_set():
+            with self._thread.awaited():
+                self.over.wait()
         if self.error is not None:
             raise self.error
 
@@ -63,9 +68,9 @@ class _QueuedOperation(Work):
 class OperationThread:
     """Runs operations in the order in which they were started, in one thread that is created when it is needed."""
 
-    def __init__(self, name: str) -> None:
-        """Prepare the queue; `name` starts error messages and names the thread."""
-        self._name = name
+    def __init__(self, name: str, activity: Activity) -> None:
+        """Prepare the queue; `name` starts error messages and names the thread, whose waits `activity` reports."""
+        self._name, self._activity = name, activity
         self._queue: SimpleQueue[_QueuedOperation | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None  # Written by the thread alone, once.
@@ -74,7 +79,7 @@ class OperationThread:
 
     def start(self, operation: Operation) -> Work:
         """Queue `operation` and return its work. Raises `ConfigError` if the thread was closed."""
-        queued = _QueuedOperation(operation)
+        queued = _QueuedOperation(operation, self)
         with self._lock:  # So that nothing can be queued behind the None of `interrupt`.
             if self._closed:
                 raise ConfigError(f"{self._name}: this transport is closed.")
@@ -83,6 +88,10 @@ class OperationThread:
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()
         return queued
+
+    def awaited(self) -> AbstractContextManager[None]:
+        """Report that the calling thread waits for this one."""
+        return self._activity.waiting_for_thread(self._thread.ident if self._thread is not None else None)
 
     def interrupt(self) -> None:
         """Begin no operation after the one that is under way. Idempotent."""
@@ -99,6 +108,7 @@ class OperationThread:
             self._thread.join()
 
     def _work(self) -> None:
+        self._activity.in_background()
         # Autograd's mode is per thread, and enabled in a new one: in-place sums of gradients would be recorded.
         with torch.no_grad():
             while (queued := self._queue.get()) is not None:

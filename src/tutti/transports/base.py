@@ -29,17 +29,23 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Self
 
 from torch import Tensor
 
 from tutti.cluster import Cluster
+from tutti.coordination.activity import Activity
 
 ANY = -1
 """As a source: receive from the rank whose message arrives first."""
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
-"""Longest wait without progress before it is an error, unless the caller sets another."""
+"""How long ranks wait at the start for the others, unless the caller sets another."""
+
+NO_LIMIT = timedelta(days=3650)
+"""The timeout of transports whose waits end by what the coordinator knows, and not by a clock: a peer is lost, or ranks
+wait for each other. Ten years, because some functions of the standard library take no more."""
 
 
 class Work(ABC):
@@ -122,6 +128,11 @@ class Transport(ABC):
         """This rank's index in the whole world."""
         return self.world_ranks[self.rank]
 
+    @cached_property
+    def activity(self) -> Activity:
+        """What this process is doing, for others that wait for it. Where there are none, nobody reads it."""
+        return Activity()
+
     @abstractmethod
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         """Start sending. The tensor may not change until the work is done."""
@@ -193,6 +204,10 @@ class TransportWrapper(Transport):
     @property
     def world_ranks(self) -> tuple[int, ...]:  # type: ignore[override]
         return self.inner.world_ranks
+
+    @property
+    def activity(self) -> Activity:
+        return self.inner.activity
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         return self.inner.isend(tensor, dst, tag)

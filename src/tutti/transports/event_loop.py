@@ -34,6 +34,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
+from tutti.coordination.activity import Wait
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost
 from tutti.transports.base import Operation, Work
 from tutti.transports.membership import WATCH_SECONDS
@@ -63,6 +64,14 @@ class ProgressEngine(ABC):
     @abstractmethod
     def failure(self, work: Work) -> Exception | None:
         """The error of work that is over, or None if it succeeded."""
+
+    @abstractmethod
+    def waiting(self, work: Work | None) -> AbstractContextManager[Wait]:
+        """Report to others that this thread waits for `work`, of which None is known."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise if this rank can take no more part: its waits end."""
 
     @abstractmethod
     def timeout_error(self, awaited: str) -> DeadlineExceeded:
@@ -130,14 +139,26 @@ class _SpawnedOperation(DrivableWork):
         return self._ended.is_set()
 
     def wait(self) -> None:
-        started = time.monotonic()
-        while not self._ended.wait(self._loop.timeout_s):
-            # Progress after the wait began restarts the deadline, so a late check is not yet a timeout.
-            late = time.monotonic() - max(started, self._progressed_at) > self._loop.timeout_s
-            if late and self._has_deadline:
-                raise self._loop.engine.timeout_error("a reply")
+        if not self._ended.wait(min(WATCH_SECONDS, self._loop.timeout_s)):
+            self._wait_long()
         if self._error is not None:
             raise self._error
+
+    def _wait_long(self) -> None:
+        """Wait, and report it. Ended by the operation, by the loss of a rank, or by the deadline if there is one."""
+        engine, limit_s, started = self._loop.engine, self._loop.timeout_s, time.monotonic()
+        over = False
+        while not over:
+            awaited = self._waits_for
+            # Anew whenever the operation waits for something else.
+            with engine.waiting(awaited):
+                while self._waits_for is awaited and not over:
+                    engine.check()
+                    # Progress after the wait began restarts the deadline, so a late check is not yet a timeout.
+                    late = time.monotonic() - max(started, self._progressed_at) > limit_s
+                    if late and self._has_deadline:
+                        raise engine.timeout_error("a reply")
+                    over = self._ended.wait(min(WATCH_SECONDS, limit_s))
 
 
 class EventLoop:

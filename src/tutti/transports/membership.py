@@ -25,11 +25,13 @@ excluded from the job (`RankLost`), or after `timeout` (`DeadlineExceeded`).
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 
 from tutti.cluster.hosts import LOOPBACK
 from tutti.coordination import Member, MemberDescription
+from tutti.coordination.activity import Wait
 from tutti.coordination.description import process_state
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost
 
@@ -222,7 +224,9 @@ class Membership:
                 raise self.loss_error(gone)
 
         paths = [f"{self.scope}/{key}" for key in keys]
-        values = self.member.values(paths, self.timeout.total_seconds(), check)
+        others = [rank for rank in self.world_ranks if rank != self.world_rank]
+        with self.member.activity.waiting(others, f"come: this rank waits for {awaited}"):
+            values = self.member.values(paths, self.timeout.total_seconds(), check)
         if values is None:
             raise self.timeout_error(awaited)
         return values
@@ -236,6 +240,14 @@ class Membership:
 def address_family(address: str) -> socket.AddressFamily:
     """The family of sockets that listen on an address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def waiting_for(membership: Membership, peer: int, action: str) -> AbstractContextManager[Wait]:
+    """Report that this thread waits for a rank of the membership to do something; for any of them if it is negative."""
+    if peer >= 0:
+        return membership.member.activity.waiting([membership.peers[peer].rank], action)
+    others = [rank for rank in membership.world_ranks if rank != membership.world_rank]
+    return membership.member.activity.waiting(others, action, any_of=True)
 
 
 class ChannelMembership:

@@ -20,8 +20,11 @@ the others until Gloo's timeout:
   is also why `close` drops the group: its sockets close with the last reference, and peers that wait fail.
 """
 
+import math
 import threading
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -30,7 +33,13 @@ from torch import Tensor
 
 from tutti.errors import DeadlineExceeded, RankLost
 from tutti.transports.base import Work
-from tutti.transports.membership import WATCH_SECONDS, ChannelMembership, Membership
+from tutti.transports.membership import (
+    EXPLAIN_SECONDS,
+    WATCH_SECONDS,
+    ChannelMembership,
+    Membership,
+    waiting_for,
+)
 from tutti.transports.torch_store import torch_store
 
 _GLOO_SUM_DTYPES = {torch.int16: torch.int32, torch.bool: torch.int32}
@@ -60,6 +69,7 @@ class TorchGroupWork(Work):
         # Taken out first: a second `wait` must not touch it again, also after a failure.
         work, self._work = self._work, None
         try:
+            self._watch(work)
             work.wait(self._membership.timeout)
         except RuntimeError as error:
             self._error = self._membership.explain_error(error)
@@ -67,6 +77,25 @@ class TorchGroupWork(Work):
         finally:
             del work  # It holds the group's sockets open. The traceback would hold it, and the peers would wait on.
         self._on_success()
+
+    def _watch(self, work: dist.Work) -> None:
+        """Wait until Gloo has ended, which it does not when a peer is stopped: only its membership tells that."""
+        membership, started, pause_s = self._membership, time.monotonic(), 1e-5
+        check_at, lost_since = started + WATCH_SECONDS, math.inf
+        with ExitStack() as stack:
+            while not work.is_completed() and (now := time.monotonic()) - started < membership.timeout.total_seconds():
+                if now > check_at:
+                    if check_at == started + WATCH_SECONDS:
+                        stack.enter_context(waiting_for(membership, -1, "take part in an all-reduce by Gloo"))
+                    check_at = now + WATCH_SECONDS
+                    membership.check()
+                    # A rank may do its part and leave: what it sent is still under way.
+                    gone = membership.gone()
+                    lost_since = min(lost_since, now) if gone else math.inf
+                    if now - lost_since > EXPLAIN_SECONDS:
+                        raise membership.loss_error(gone)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.001)
 
 
 class _ConnectThread(threading.Thread):

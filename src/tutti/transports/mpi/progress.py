@@ -2,12 +2,14 @@
 
 import threading
 import time
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from tutti.coordination.activity import Wait
 from tutti.errors import DeadlineExceeded, TuttiError
 from tutti.transports.base import Work
 from tutti.transports.event_loop import ProgressEngine
-from tutti.transports.membership import WATCH_SECONDS, rank_lost_error
+from tutti.transports.membership import WATCH_SECONDS, rank_lost_error, waiting_for
 from tutti.transports.mpi.works import LONGEST_PAUSE_SECONDS, MpiMessage
 
 if TYPE_CHECKING:
@@ -60,6 +62,13 @@ class MpiProgressEngine(ProgressEngine):
 
     def timeout_error(self, awaited: str) -> DeadlineExceeded:
         return self._transport.membership.timeout_error(awaited)
+
+    def waiting(self, work: Work | None) -> AbstractContextManager[Wait]:
+        one = isinstance(work, MpiMessage) and not work.any_peer
+        return waiting_for(self._transport.membership, work.peers[0] if one else -1, "reply over MPI")  # type: ignore[union-attr]
+
+    def check(self) -> None:
+        self._transport.membership.check()
 
     def _is_peer_lost(self, work: MpiMessage) -> bool:
         # A receive from any source goes on: another rank may still send.

@@ -30,6 +30,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 from zlib import crc32
 
@@ -37,6 +38,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from tutti.coordination.activity import Activity
 from tutti.errors import ConfigError, RankLost
 from tutti.transports.background import OperationThread
 from tutti.transports.base import ANY, CompletedWork, Operation, Transport, Work
@@ -84,14 +86,18 @@ class MpiTransport(Transport):
         self._num_opened: Counter[str] = Counter()
         self._channels: list[MpiTransport] = []
         self._reducing: list[MpiReduction] = []
-        self._thread = OperationThread(f"rank {membership.world_rank}")
-        self._reducer = OperationThread(f"rank {membership.world_rank}, reductions")
+        self._thread = OperationThread(f"rank {membership.world_rank}", membership.member.activity)
+        self._reducer = OperationThread(f"rank {membership.world_rank}, reductions", membership.member.activity)
         engine = MpiProgressEngine(self)
         self._loop = EventLoop(f"rank {membership.world_rank}", engine, membership.timeout.total_seconds())
         self._closed = False
         self._multithreaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         if not self._multithreaded and self.rank == 0:
             warnings.warn("this MPI serves one thread only (no MPI_THREAD_MULTIPLE): nothing overlaps.", stacklevel=2)
+
+    @property
+    def activity(self) -> Activity:
+        return self.membership.member.activity
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         self.membership.check_peer(dst)
@@ -198,16 +204,26 @@ class MpiTransport(Transport):
 
     def watch(self, work: PolledWork) -> None:
         """Return when `work` is done; raise when its peers are lost, after the timeout, or when the channel closes."""
+        with ExitStack() as stack:
+            self._watch(work, stack)
+
+    def _watch(self, work: PolledWork, stack: ExitStack) -> None:
+        """Watch `work`; a wait that lasts is reported to others until `stack` is closed."""
         started = checked_at = time.monotonic()
-        lost_since, pause = float("inf"), 0.00001
+        lost_since, pause, reported = float("inf"), 0.00001, False
         while not work.done():
             now = time.monotonic()
             if self._closed:
                 raise self.closed_error()
+            if not reported and now - started > WATCH_SECONDS:
+                reported = True
+                ranks = [self.world_ranks[peer] for peer in work.peers]
+                stack.enter_context(self.activity.waiting(ranks, "reply over MPI", any_of=work.any_peer))
             # Membership is asked for seldom, because it looks at every rank.
             late = now - started > self.timeout.total_seconds()
             if late or now - checked_at > WATCH_SECONDS:
                 checked_at, gone = now, self._lost_peers(work)
+                self.membership.check()
                 # When the peers were first found lost: data under way has `GRACE_SECONDS` from then on to arrive.
                 lost_since = min(lost_since, now) if gone else float("inf")
                 if gone and (late or now - lost_since > GRACE_SECONDS):

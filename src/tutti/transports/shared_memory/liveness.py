@@ -1,7 +1,7 @@
 """Waiting for counters in shared memory while watching that the ranks that write them are alive."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -49,25 +49,16 @@ class ChannelLiveness:
 
     def await_reductions(self, slots: np.ndarray, value: int) -> None:
         """Wait until all `slots`, one per rank, hold `value`. Reported progress restarts the deadline."""
-        counters, flags = self._counters, self._counters.flags
         # The usual case first: it touches neither the clock nor the membership.
-        if flags.wait(slots, value, CHECK_SECONDS):
+        if self._counters.flags.wait(slots, value, CHECK_SECONDS):
             return
-        deadline, progress = time.monotonic() + self._timeout_s, counters.progress()
-        while True:
-            self.check_open()
-            # The first question that finds a rank decides: an ended process explains more than a closed channel.
-            gone = self._membership.gone() or self._closed_world_ranks() or self._channel_membership.lost_ranks()
-            if gone and not flags.reached(slots, value):  # It may have gone after doing its part.
-                raise self._membership.loss_error(gone)
-            if progress != counters.progress():  # A rank waits for other hosts, and data comes from them.
-                deadline, progress = time.monotonic() + self._timeout_s, counters.progress()
-            elif time.monotonic() > deadline:
-                late = self._world_ranks(np.flatnonzero(flags.counters[slots] < value).tolist())
-                names = ", ".join(map(str, late))
-                raise self._membership.timeout_error(f"rank {names} to take part in all-reduce {value - 1}")
-            if flags.wait(slots, value, CHECK_SECONDS):
-                return
+
+        def gone(late: list[int]) -> dict[int, str]:
+            # The first question that finds a rank decides: a lost rank explains more than a closed channel.
+            return self._membership.gone() or self._closed_world_ranks() or self._channel_membership.lost_ranks()
+
+        ranks, action = range(self._membership.size), f"take part in all-reduce {value - 1}"
+        self._watch(self._counters.flags, (slots, value), ranks, action, gone)
 
     def await_counters(self, flags: Flags, slots: np.ndarray, value: int, ranks: Sequence[int], action: str) -> None:
         """Wait until all `slots` hold `value`, which `ranks` write, one each.
@@ -76,20 +67,41 @@ class ChannelLiveness:
         """
         if flags.wait(slots, value, CHECK_SECONDS):
             return
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            self.check_open()
-            # `slots[i]` is written by `ranks[i]`.
-            late = [ranks[index] for index in np.flatnonzero(flags.counters[slots] < value).tolist()]
+
+        def gone(late: list[int]) -> dict[int, str]:
             reasons = {self._membership.peers[rank].rank: self._reason_gone(rank) for rank in late}
             lost = {world_rank: reason for world_rank, reason in reasons.items() if reason is not None}
-            if lost and not flags.reached(slots, value):  # It may have gone after doing its part.
-                raise self._membership.loss_error(self._membership.gone() or lost)
-            if time.monotonic() > deadline:
-                names = ", ".join(map(str, self._world_ranks(late)))
-                raise self._membership.timeout_error(f"rank {names} to {action}")
-            if flags.wait(slots, value, CHECK_SECONDS):
-                return
+            return lost and (self._membership.gone() or lost)
+
+        self._watch(flags, (slots, value), ranks, action, gone)
+
+    def _watch(
+        self,
+        flags: Flags,
+        awaited: tuple[np.ndarray, int],
+        ranks: Sequence[int],
+        action: str,
+        gone: Callable[[list[int]], dict[int, str]],
+    ) -> None:
+        """Wait until all slots of `awaited` hold its value; raise when they will not, as `gone` tells of late ranks."""
+        slots, value = awaited
+        deadline, progress = time.monotonic() + self._timeout_s, self._counters.progress()
+        with self._membership.member.activity.waiting((), action) as wait:
+            while True:
+                self.check_open()
+                # `slots[i]` is written by `ranks[i]`.
+                late = [ranks[index] for index in np.flatnonzero(flags.counters[slots] < value).tolist()]
+                wait.ranks = self._world_ranks(late)
+                if (lost := gone(late)) and not flags.reached(slots, value):  # It may have gone after doing its part.
+                    raise self._membership.loss_error(lost)
+                if progress != self._counters.progress():  # A rank waits for other hosts, and data comes from them.
+                    deadline, progress = time.monotonic() + self._timeout_s, self._counters.progress()
+                    wait.moved()
+                elif time.monotonic() > deadline:
+                    names = ", ".join(map(str, wait.ranks))
+                    raise self._membership.timeout_error(f"rank {names} to {action}")
+                if flags.wait(slots, value, CHECK_SECONDS):
+                    return
 
     def _reason_gone(self, rank: int) -> str | None:
         """How it is known that a rank will answer here no more; None if it may."""

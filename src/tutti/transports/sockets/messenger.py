@@ -23,16 +23,19 @@ A rank that fails here aborts the channel (`ChannelHealth`), so that peers which
 that was lost first. With spawned operations, only those that depend on the lost peer fail.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
+from tutti.coordination.activity import Wait
 from tutti.errors import DeadlineExceeded
 from tutti.transports.base import ANY, Work
 from tutti.transports.event_loop import ProgressEngine
-from tutti.transports.membership import WATCH_SECONDS, ChannelMembership, Membership
+from tutti.transports.membership import WATCH_SECONDS, ChannelMembership, Membership, waiting_for
 from tutti.transports.sockets.connections import SocketConnections
 from tutti.transports.sockets.connector import Connector
 from tutti.transports.sockets.frames import DTYPE_CODES, HEADER, tensor_bytes
@@ -101,10 +104,17 @@ class Messenger(ProgressEngine):
 
     def wait(self, work: SocketSend | SocketReceive) -> None:
         """Move all messages until `work` is finished."""
+        if not self._move(work, WATCH_SECONDS):
+            with waiting_for(self.membership, work.peer, work.awaited_action) as wait:
+                self._move(work, wait=wait)
+        self.on_progress()  # Many short waits may be long together.
+
+    def _move(self, work: SocketSend | SocketReceive, seconds: float = math.inf, wait: Wait | None = None) -> bool:
+        """Move all messages until `work` is finished; return False after `seconds`. Reports progress to `wait`."""
         health, step, progressed_at = self.health, self.connections.step, self.connections.progressed_at
         timeout_s = self.membership.timeout.total_seconds()
         started = now = time.monotonic()
-        check_at, member = now + WATCH_SECONDS, self.membership.member
+        check_at, member = now + min(WATCH_SECONDS, timeout_s), self.membership.member
         num_changes = member.num_changes
         while not work.finished:
             # Checked in every round: `interrupt` sets the flag before it wakes the selector, so it cannot be missed.
@@ -119,11 +129,15 @@ class Messenger(ProgressEngine):
                 continue
             check_at, num_changes = now + min(WATCH_SECONDS, timeout_s), member.num_changes
             self._check_peer(work, now)
+            if wait is not None and progressed_at[work.peer] > wait.since:
+                wait.moved()
             # Bytes that moved with this peer restart the deadline, also those of other messages.
             if now > max(started, progressed_at[work.peer]) + timeout_s:
                 who = "any rank" if work.peer == ANY else f"rank {self.membership.peers[work.peer].rank}"
                 raise health.timeout_error(f"{who} to {work.awaited_action}")
-        self.on_progress()  # Many short waits may be long together.
+            if now - started >= seconds:
+                return False
+        return True
 
     def idle(self, seconds: float = WATCH_SECONDS) -> None:
         if not self.connections.step(seconds) or time.monotonic() > self._checked_at + WATCH_SECONDS:
@@ -148,6 +162,14 @@ class Messenger(ProgressEngine):
 
     def timeout_error(self, awaited: str) -> DeadlineExceeded:
         return self.health.timeout_error(awaited)
+
+    def waiting(self, work: Work | None) -> AbstractContextManager[Wait]:
+        # Without a message it waits for another operation of this rank: whom that one waits for is not known here.
+        peer = work.peer if isinstance(work, SocketSend | SocketReceive) else ANY
+        return waiting_for(self.membership, peer, getattr(work, "awaited_action", "reply"))
+
+    def check(self) -> None:
+        self.membership.check()
 
     def interrupt(self) -> None:
         """End every wait, from any thread. Idempotent."""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tutti.coordination.activity import Activity
 from tutti.errors import ConfigError
 from tutti.transports.background import OperationThread
 from tutti.transports.base import ANY, Operation, Transport, Work
@@ -70,7 +71,7 @@ class SocketTransport(Transport):
         self.membership = membership
         self.name = name
         self._messenger = Messenger(membership, name)
-        self._thread = OperationThread(f"rank {membership.world_rank}")
+        self._thread = OperationThread(f"rank {membership.world_rank}", membership.member.activity)
         self._loop = EventLoop(f"rank {membership.world_rank}", self._messenger, membership.timeout.total_seconds())
         self._torch_groups = TorchProcessGroups(self._messenger.channel_membership, name)
         self.closed = False
@@ -81,6 +82,10 @@ class SocketTransport(Transport):
     def channel_membership(self) -> ChannelMembership:
         """Which ranks have closed or aborted this channel."""
         return self._messenger.channel_membership
+
+    @property
+    def activity(self) -> Activity:
+        return self.membership.member.activity
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         self.membership.check_peer(dst)

@@ -186,33 +186,54 @@ class WorkerRegistry:
             remaining: returns what to wait for next; called again whenever that is reached, and after every check.
             steps: the number of steps taken, for the message of `NonFiniteLoss`.
         """
+        # The usual case first, which is not reported to others.
+        while (awaited := remaining()) is not None:
+            if not self.flags.wait(*awaited, _CHECK_SECONDS):
+                self._wait_long(remaining, steps)
+
+    def _wait_long(self, remaining: Callable[[], Awaited | None], steps: int) -> None:
+        """Wait until `remaining` returns None, and report it to others."""
         timeout_s = self._transport.timeout.total_seconds()
         # -1 is no progress that can be: the first check starts the deadline anew.
         deadline, last_progress = time.monotonic() + timeout_s, -1
-        while (awaited := remaining()) is not None:
-            # In short waits, so that a lost worker or a stop is noticed after one of them.
-            if self.flags.wait(*awaited, _CHECK_SECONDS):
-                continue
-            self.check_workers(steps)
-            if (progress := self._progress()) != last_progress:
-                deadline, last_progress = time.monotonic() + timeout_s, progress
-            elif time.monotonic() > deadline:
-                # For the message: awaited counters, one per worker or shard, that are still too low.
-                late = np.flatnonzero(self._counters[awaited[0]] < awaited[1])
-                left = sorted(set(range(self._transport.size)) - set(self.alive))
-                gone = [self._world_rank(worker) for worker in left]
-                suffix = f"; ranks {', '.join(map(str, gone))} have left" if gone else ""
-                raise self._transport.membership.timeout_error(f"other workers ({len(late)} are not as far{suffix})")
+        with self._transport.activity.waiting((), "push its update") as wait:
+            while (awaited := remaining()) is not None:
+                wait.ranks = self._late(*awaited)
+                # In short waits, so that a lost worker or a stop is noticed after one of them.
+                if self.flags.wait(*awaited, _CHECK_SECONDS):
+                    continue
+                self.check_workers(steps)
+                if (progress := self._progress()) != last_progress:
+                    deadline, last_progress = time.monotonic() + timeout_s, progress
+                    wait.moved()
+                elif time.monotonic() > deadline:
+                    names = ", ".join(map(str, wait.ranks))
+                    raise self._transport.membership.timeout_error(f"rank {names} to push an update")
+
+    def _late(self, counters: np.ndarray, number: int) -> list[int]:
+        """World ranks of the workers that keep these counters below `number`."""
+        low = counters[self._counters[counters] < number]
+        others = [worker for worker in self.alive if worker != self._rank]
+        # Counters of the barrier have an owner each. Those of shards wait for the workers that have pushed the least.
+        own = [self._indices.entered, self._indices.left_barrier]
+        late = [worker for worker in others if any(each[worker] in low for each in own)]
+        least = min(map(self._clock, others), default=0)
+        late = late or [worker for worker in others if self._clock(worker) == least]
+        return [self._world_rank(worker) for worker in late]
 
     def acquire(self, lock: int) -> None:
         """Take a lock. One that a lost worker held is freed by `on_loss`."""
+        if self.flags.lock(lock, self._rank + 1, _CHECK_SECONDS):
+            return
         deadline = time.monotonic() + self._transport.timeout.total_seconds()
-        while not self.flags.lock(lock, self._rank + 1, _CHECK_SECONDS):
-            self.check_workers()
-            if time.monotonic() > deadline:
+        with self._transport.activity.waiting((), "take a step of the optimiser") as wait:
+            while not self.flags.lock(lock, self._rank + 1, _CHECK_SECONDS):
                 owner = self.flags.value(lock) - 1  # -1 if it was freed just now.
-                name = f"rank {self._world_rank(owner)}" if owner >= 0 else "another rank"
-                raise self._transport.membership.timeout_error(f"{name} to take a step of the optimiser")
+                wait.ranks = [self._world_rank(owner)] if owner >= 0 else []
+                self.check_workers()
+                if time.monotonic() > deadline:
+                    name = f"rank {self._world_rank(owner)}" if owner >= 0 else "another rank"
+                    raise self._transport.membership.timeout_error(f"{name} to take a step of the optimiser")
 
     def try_acquire(self, lock: int) -> bool:
         """Take a lock if it is free; return whether it was."""
