@@ -49,13 +49,16 @@ def clip_factor(max_norm: float, norm: float) -> float:
 
 
 def update_scales(
-    updates: Sequence[Update], shard: ParameterShard, consistency: Consistency, clip: float | None
+    updates: Sequence[Update], shard: ParameterShard, consistency: Consistency, num_workers: int, clip: float | None
 ) -> list[float]:
     """Return the factor of each update: for its staleness and, if each is clipped by itself, for its norm."""
     if not shard.is_trained:
         return [1.0] * len(updates)  # Running means and variances must not shrink.
     factors = [1.0 if clip is None else clip_factor(clip, update.norm) for update in updates]
-    return [consistency.scale(update.staleness) * factor for update, factor in zip(updates, factors, strict=True)]
+    return [
+        consistency.scale(update.staleness, num_workers) * factor
+        for update, factor in zip(updates, factors, strict=True)
+    ]
 
 
 class ShardOptimizer:
