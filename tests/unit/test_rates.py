@@ -54,9 +54,9 @@ def test_the_rule_of_a_strategy(text: str, workers: int, factor: float) -> None:
 
 
 def test_stale_updates_take_the_place_of_momentum() -> None:
-    """The learning rate stays until there is no momentum left, and the effective rate is 1/(staleness + 1)."""
+    """Momentum gives way, as far as there is any, and the effective rate is 1/(staleness + 1)."""
     rule = parse("ps:ssp=3").learning_rate(8)
-    assert rule.changed(0.1, 0.9) == pytest.approx((0.1, 0.6))
+    assert rule.changed(0.1, 0.9) == pytest.approx((0.125, 0.5))
     assert rule.changed(0.1, 0.5) == pytest.approx((0.05, 0.0))
     assert rule.changed(0.1) == pytest.approx((0.025, 0.0))
     for lr, momentum in ((0.1, 0.9), (0.1, 0.5), (0.1, 0.0)):
@@ -69,8 +69,8 @@ def test_a_rule_is_applied_to_every_group_of_any_optimiser() -> None:
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
     sgd = torch.optim.SGD([{"params": parameters[:1], "momentum": 0.9}, {"params": parameters[1:]}], lr=0.1)
     rule.apply(sgd)
-    assert [group["lr"] for group in sgd.param_groups] == pytest.approx([0.1, 0.025])
-    assert [group["momentum"] for group in sgd.param_groups] == pytest.approx([0.6, 0.0])
+    assert [group["lr"] for group in sgd.param_groups] == pytest.approx([0.125, 0.025])
+    assert [group["momentum"] for group in sgd.param_groups] == pytest.approx([0.5, 0.0])
     adam = torch.optim.Adam(parameters, lr=0.1)
     rule.apply(adam)
     assert (adam.param_groups[0]["lr"], adam.param_groups[0]["betas"]) == (pytest.approx(0.025), (0.9, 0.999))
@@ -131,10 +131,11 @@ def test_servers_use_the_rate_that_was_set(lr: float | None, used: float) -> Non
 
 def test_servers_use_the_momentum_that_was_set() -> None:
     """At the same learning rate, a lower momentum ends elsewhere."""
-    configs = [TrainingConfig(recipe="digits", strategy="ps:ssp=3,servers=1", epochs=1, lr=lr) for lr in (0.1, "auto")]
+    strategy = "ps:ssp=3,servers=1"
+    configs = [TrainingConfig(recipe="digits", strategy=strategy, epochs=1, lr=lr) for lr in (0.125, "auto")]
     kept, lower = (simulate(train, config, workers=3).results[0] for config in configs)
-    assert (kept.lr, kept.momentum) == (0.1, 0.9)
-    assert (lower.lr, lower.momentum) == (pytest.approx(0.1), pytest.approx(0.6))
+    assert (kept.lr, kept.momentum) == (0.125, 0.9)
+    assert (lower.lr, lower.momentum) == (pytest.approx(0.125), pytest.approx(0.5))
     assert float(lower.parameters.norm()) < float(kept.parameters.norm())
 
 
@@ -166,7 +167,7 @@ def test_a_rate_that_does_not_fit_is_warned_of_and_a_missed_target_has_status_3(
     assert f"Try: {again}\n" in ended.err
     ended = call(*again.split()[1:])
     assert (ended.status, ended.err) == (0, ""), ended
-    assert "0.1, momentum 0.6 (auto)" in ended.out
+    assert "0.125, momentum 0.5 (auto)" in ended.out
 
 
 def test_fewer_epochs_miss_no_target(call: Call) -> None:

@@ -14,7 +14,7 @@ from tutti.errors import ConfigError
 from tutti.replica import Bucket
 from tutti.replica.buckets import Slot, like
 from tutti.strategies.parameter_server.consistency import Consistency
-from tutti.strategies.parameter_server.ledger import Update
+from tutti.strategies.parameter_server.ledger import ADD_UP, Update
 from tutti.strategies.parameter_server.optimizer_options import OptimizerOptions
 from tutti.strategies.parameter_server.shards import ParameterShard, ShardSegment
 from tutti.strategies.parameter_server.support import SUPPORT
@@ -98,7 +98,7 @@ class ShardOptimizer:
             self.load_state({slot.name: optimizer.state.get(slot.tensor, {}) for slot in self._slots})
 
     def combine(self, updates: Sequence[Update], scales: Sequence[float]) -> np.ndarray:
-        """Make the mean of scaled updates, weighted by samples.
+        """Make the mean of scaled updates, weighted by samples; or their sum, where the loss is one.
 
         Returns:
             One flag per segment: whether any update has a gradient for it.
@@ -112,6 +112,8 @@ class ShardOptimizer:
         # Equal weights divide by their number: multiplying by them first would round differently from a plain mean.
         equal = all(weight == weights[0] for weight in weights)
         divisor = float(len(weights)) if equal else sum(weights)
+        if weights[0] == ADD_UP and self.shard.is_trained:
+            divisor = 1.0  # Of the workers that are left: a lost one has no part in the sum.
         has_grad = np.zeros(len(self.shard.segments), dtype=bool)
         factors = [scale if equal else scale * weight for scale, weight in zip(scales, weights, strict=True)]
         # An update of factor 0 is left out, not multiplied: it may hold NaN.
