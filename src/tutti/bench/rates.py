@@ -36,6 +36,7 @@ class TargetRun:
     workers: int
     seed: int
     lr: float
+    momentum: float | None
     accuracy: float
     """Test accuracy at the end; NaN if the loss became infinite."""
     target: float
@@ -71,8 +72,9 @@ def _target_run(config: TrainingConfig, workers: int) -> TargetRun:
     except WorkerFailed as error:
         if not isinstance(error.__cause__, NonFiniteLoss):
             raise
-        return TargetRun(config.recipe, config.strategy, workers, config.seed, nan, nan, nan)
+        return TargetRun(config.recipe, config.strategy, workers, config.seed, nan, None, nan, nan)
     # Servers have no result, and under strategies that are not synchronous only the leader knows the accuracy.
     known: list[TrainingResult] = [result for result in results if result is not None and not isnan(result.accuracy)]
     last = known[0]
-    return TargetRun(config.recipe, config.strategy, workers, config.seed, last.lr, last.accuracy, last.target)
+    rate = last.lr, last.momentum
+    return TargetRun(config.recipe, config.strategy, workers, config.seed, *rate, last.accuracy, last.target)

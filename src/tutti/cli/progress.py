@@ -54,6 +54,18 @@ def training_progress(record: Path, console: Console, format_numbers: FormatNumb
         yield TrainingProgress(progress, lines, format_numbers)
 
 
+def describe_rate(summary: dict[str, Any]) -> str:
+    """The learning rate of a run; with the momentum where a rule may have changed that too."""
+    if summary["lr_option"] != "auto":
+        return f"{summary['lr']:.3g}"
+    return f"{format_rate(summary['lr'], summary['momentum'])} (auto)"
+
+
+def format_rate(lr: float, momentum: float | None) -> str:
+    """A learning rate, and the momentum if there is one."""
+    return f"{lr:.3g}" + (f", momentum {momentum:.3g}" if momentum else "")
+
+
 def format_loss(latest: dict[str, Any]) -> str:
     """The loss, and the accuracy once it was measured."""
     return f"loss {latest['loss']:.3f}" + (f" acc {latest['accuracy']:.1%}" if "accuracy" in latest else "")

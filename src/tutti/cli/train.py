@@ -26,7 +26,7 @@ from tutti.cli.options import (
     parse_lr,
     parse_recipe_options,
 )
-from tutti.cli.progress import format_bytes, format_loss, strategy_rows, training_progress
+from tutti.cli.progress import describe_rate, format_bytes, format_loss, strategy_rows, training_progress
 from tutti.cli.run_folder import new_folder, note_folder_on_error
 from tutti.errors import ConfigError, TuttiError
 
@@ -134,7 +134,7 @@ def _table(summary: dict[str, Any]) -> Table:
     samples_per_s = summary["samples"] / summary["seconds"]
     for label, value in (
         ("test accuracy", f"{summary['accuracy']:.2%} (target {summary['target']:.0%})"),
-        ("learning rate", f"{summary['lr']:.3g}{' (auto)' if summary['lr_option'] == 'auto' else ''}"),
+        ("learning rate", describe_rate(summary)),
         ("last loss of one worker", f"{summary['loss']:.4f}"),
         ("steps", f"{summary['steps']:,}"),
         ("time", f"{summary['seconds']:.1f} s"),

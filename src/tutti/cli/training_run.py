@@ -86,10 +86,14 @@ def check_target(summary: dict[str, Any], made: Recipe, again: Callable[..., str
     if option == "auto" or (option is None and rule.factor == 1):
         # `again` leaves `--lr` out, and a rate that was asked for has to be asked for again.
         kept = () if option is None else ("--lr", option)
+        longer = again(*kept, "--epochs", str(2 * summary["epochs"]))
+        # A rate of the user's own comes with the recipe's momentum, so that half of one that was chosen together with
+        # a lower momentum may be more than before.
         advice = (
-            f"Try half the learning rate: {again('--lr', format(summary['lr'] / 2, '.2g'))}\n"
-            f"or train for longer: {again(*kept, '--epochs', str(2 * summary['epochs']))}"
-        )
+            f"Try half the learning rate: {again('--lr', format(summary['lr'] / 2, '.2g'))}\nor train for longer: "
+            if rule.momentum_factor == 1
+            else "Train for longer: "
+        ) + longer
     else:
         reason = f"{rule.reason} " if rule.reason else ""
         advice = f"Try: {again(*(() if rule.factor == 1 else ('--lr', 'auto')))}"

@@ -73,7 +73,7 @@ class Job(CollectiveValues, JobProgress, NotCopied):
             loss: whether the loss is a "mean" or a "sum" over samples. Gradients of sums are added up over ranks.
             same_batches: True if ranks are given the same batches on purpose.
         """
-        expect(self._replica, self.strategy, self.world, loss, same_batches)
+        expect(self._replica, self._exchange, self.strategy, self.world, loss=loss, same_batches=same_batches)
 
     def watch(self, loss: Tensor) -> None:
         """Stop every rank, in this step's backward, if `loss` is not finite on this one."""

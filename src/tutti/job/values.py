@@ -21,7 +21,8 @@ class CollectiveValues:
     The ranks that train (`job.world`) make the same calls in the same order: under `ps:async`, peers and asynchronous
     gossip after any number of steps, under other strategies after equal ones, because those that are ahead would wait
     for this rank's steps. A rank that does not call is an error that names it, after the timeout of `tutti.init`. A
-    lost rank is left out under strategies that continue without it, and an error under the others.
+    lost rank is left out under strategies that continue without it (its place in `gather` is None), and an error under
+    the others.
     """
 
     world: World
@@ -43,11 +44,13 @@ class CollectiveValues:
         return _like(value, answer)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, by rank, the same on every rank. Collective.
+        """Return every rank's `value`, the same list on every rank, with rank r's at index r. Collective.
 
-        Values are tensors, numbers, texts, None, and lists, tuples and dicts of them. Tensors come on the CPU.
+        Values are tensors, numbers, texts, None, and lists, tuples and dicts of them. Tensors come on the CPU. At the
+        index of a rank that was lost there is None, so that the others keep theirs. Ranks are those of `job.world`.
         """
-        return list(self._call("job.gather", value, lambda values: list(values.values())))
+        ranks = range(self.world.size)
+        return list(self._call("job.gather", value, lambda values: [values.get(rank) for rank in ranks]))
 
     def barrier(self) -> None:
         """Return when every rank has called it. Collective."""

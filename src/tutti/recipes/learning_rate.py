@@ -27,18 +27,17 @@ def combined_rule(
 
 
 def set_rate(optimizer: Optimizer, lr: LearningRate, rule: LearningRateRule) -> LRScheduler | None:
-    """Change the learning rates of all parameter groups, and return a scheduler if the rate is to be warmed up.
+    """Change the rates of all parameter groups, and return a scheduler if the rate is to be warmed up.
 
-    A number becomes the rate of the first group, and the others keep their ratio to it.
+    A number becomes the learning rate of the first group, and the others keep their ratio to it.
     """
-    factor = 1.0
     if lr == "auto":
-        factor = rule.factor
+        rule.apply(optimizer)
     elif lr is not None:
         factor = lr / optimizer.param_groups[0]["lr"]
-    for group in optimizer.param_groups:
-        group["lr"] *= factor
+        for group in optimizer.param_groups:
+            group["lr"] *= factor
     # Only a rate that was raised is warmed up: from the recipe's own rate, in a line.
-    if lr != "auto" or rule.warmup_steps == 0 or factor <= 1:
+    if lr != "auto" or rule.warmup_steps == 0 or rule.factor <= 1:
         return None
-    return LinearLR(optimizer, start_factor=1 / factor, total_iters=rule.warmup_steps)
+    return LinearLR(optimizer, start_factor=1 / rule.factor, total_iters=rule.warmup_steps)

@@ -70,6 +70,8 @@ class TrainingResult:
     steps: int
     lr: float
     """Learning rate of the last step."""
+    momentum: float | None
+    """Momentum of the optimiser; None if it has no such option."""
     samples: int
     """Samples that all ranks trained on."""
     seconds: float
@@ -140,6 +142,7 @@ def train(config: TrainingConfig) -> TrainingResult:
         target=training_recipe.target,
         steps=metrics.steps,
         lr=float(optimizer.param_groups[0]["lr"]),
+        momentum=optimizer.param_groups[0].get("momentum"),
         samples=epoch * num_samples,
         seconds=metrics.seconds,
         step_s=steps_s / metrics.steps,
@@ -179,8 +182,9 @@ def _evaluate_epoch(
     """Measure and report the test accuracy at the end of an epoch; NaN where this rank does not know it.
 
     Under a synchronous strategy all ranks measure it together, on the parameters that they agree on. Otherwise the
-    leader does so alone, and the others train on meanwhile, unless every step needs all ranks. After the last epoch
-    `train` measures it, once the job has finished.
+    leader does so alone. The others train on meanwhile, unless a step is made of the gradients of all ranks: steps
+    without the leader's would have fewer samples, and so would those in which it trains on the rest of its data alone.
+    After the last epoch `train` measures it, once the job has finished.
     """
     if job.strategy.synchronous:
         with job.consensus(optimizer=False):
@@ -188,7 +192,8 @@ def _evaluate_epoch(
         reports.evaluation(loss, accuracy)
         return accuracy
     if job.is_leader and not last:
-        with nullcontext() if job.strategy.needs_all_ranks else job.away():
+        waits = job.strategy.needs_all_ranks or job.strategy.steps_by_mean_gradient
+        with nullcontext() if waits else job.away():
             reports.evaluation(loss, evaluation.accuracy())
     return nan
 

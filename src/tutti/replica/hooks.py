@@ -100,8 +100,8 @@ class HookedReplica(Replica):
             hook = self._backward.gradient_hook(slot) if to == "gradients" else self._counting_hook()
             self._handles.append(slot.tensor.register_post_accumulate_grad_hook(hook))
 
-    def sum_gradients(self, num_ranks: int) -> None:
-        """Make the mean over ranks a sum, for a loss that is a sum over samples: each rank sends a multiple."""
+    def sum_gradients(self, multiple: int) -> None:
+        """Prepare gradients of a loss that is a sum over samples: each rank sends this multiple of its own."""
         replica_ref = ref(self)
 
         def scale(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
@@ -114,7 +114,7 @@ class HookedReplica(Replica):
             accumulator: Any = torch.autograd.graph.get_gradient_edge(slot.tensor).node
             self._handles.append(accumulator.register_prehook(scale))
             self._accumulators.append(accumulator)
-        self.contribution.num_summed = num_ranks
+        self.contribution.num_summed = multiple
 
     def take_samples(self) -> float:
         weight = self.contribution.take()

@@ -72,8 +72,9 @@ class Contribution:
         self.num_exchanges = 0
         """Exchanges so far."""
         self.num_summed = 0
-        """Number of ranks whose gradients are added up, because the loss is a sum; 0 where they are averaged.
+        """What each rank multiplies gradients of a loss that is a sum by, so that the exchange gives their sum over ranks.
 
+        It is the number of ranks where the exchange makes means, and 1 where it adds up; 0 where the loss is a mean.
         Every exchange then has the weight 1: gradients of sums say themselves what they weigh.
         """
 
@@ -97,8 +98,9 @@ class Contribution:
         """Return what this rank contributes of a gradient, so that the mean over ranks becomes the sum if it should."""
         if not self.num_summed:
             return gradient
-        # Not a product with 0, which would keep a NaN.
-        return torch.zeros_like(gradient) if self.is_empty else gradient * float(self.num_summed)
+        if self.is_empty:
+            return torch.zeros_like(gradient)  # Not a product with 0, which would keep a NaN.
+        return gradient if self.num_summed == 1 else gradient * float(self.num_summed)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the number of rows of a forward pass."""

@@ -113,6 +113,10 @@ class Exchange:
         """Whether the other ranks continue when this one is lost."""
         return False
 
+    def add_up_gradients(self) -> bool:
+        """Add gradients up over ranks from now on, in place of their mean; False if this exchange makes means only."""
+        return False
+
     def leave(self) -> None:
         """Take no part until `join`, while the other ranks continue."""
         raise ConfigError(

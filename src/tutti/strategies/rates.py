@@ -2,18 +2,24 @@
 
 The reference is one worker that computes every step from the whole batch, as an exact strategy does. Strategies state
 their rule in `Strategy.learning_rate`; the rule for larger batches, which holds under every strategy, is `batch_rule`.
+
+With momentum m, a gradient moves parameters by lr / (1 - m) in the long run: the effective rate, which rules scale.
 """
 
 from dataclasses import dataclass
 from math import inf, sqrt
 
+from torch.optim import Optimizer
+
 
 @dataclass(frozen=True)
 class LearningRateRule:
-    """A factor for the learning rate, the steps over which it is reached, and the reason."""
+    """A factor for the learning rate, one for momentum, the steps over which a rate is reached, and the reason."""
 
     factor: float = 1.0
-    """What the learning rate of one worker with the whole batch is multiplied by."""
+    """What the effective rate of one worker with the whole batch is multiplied by."""
+    momentum_factor: float = 1.0
+    """What 1 - momentum is multiplied by, where the optimiser has a momentum; it does not fall below 0."""
     warmup_steps: int = 0
     """Steps in which a higher rate is reached, linearly from the old one."""
     reason: str = ""
@@ -21,16 +27,36 @@ class LearningRateRule:
 
     def __post_init__(self) -> None:
         assert 0 < self.factor < inf, self
+        assert 1 <= self.momentum_factor < inf, self
         assert self.warmup_steps >= 0, self
-        assert self.reason or (self.factor, self.warmup_steps) == (1.0, 0), f"a rule needs a reason: {self}"
+        same = (self.factor, self.momentum_factor, self.warmup_steps) == (1.0, 1.0, 0)
+        assert self.reason or same, f"a rule needs a reason: {self}"
 
     def __and__(self, other: "LearningRateRule") -> "LearningRateRule":
         """Return both rules as one."""
         return LearningRateRule(
             self.factor * other.factor,
+            self.momentum_factor * other.momentum_factor,
             max(self.warmup_steps, other.warmup_steps),
             " ".join(reason for reason in (self.reason, other.reason) if reason),
         )
+
+    def changed(self, lr: float, momentum: float = 0.0) -> tuple[float, float]:
+        """Return the learning rate and the momentum to use in place of those of one worker."""
+        lower = max(0.0, 1 - (1 - momentum) * self.momentum_factor)
+        # Of the effective rate, momentum has taken its part: the rest is the learning rate's.
+        return lr * self.factor * (1 - lower) / (1 - momentum), lower
+
+    def apply(self, optimizer: Optimizer) -> None:
+        """Change the learning rate and the momentum of every parameter group. Call it before `tutti.distribute`.
+
+        The momentum of Adam and its relatives (`betas`) stays: their steps have the length lr whatever it is.
+        """
+        for group in optimizer.param_groups:
+            momentum = group.get("momentum", 0.0)
+            group["lr"], lower = self.changed(group["lr"], momentum)
+            if momentum:
+                group["momentum"] = lower
 
 
 SAME_RATE = LearningRateRule()
@@ -38,6 +64,27 @@ SAME_RATE = LearningRateRule()
 
 _WARMUP_EPOCHS = 5 / 90
 """Share of the training in which the rate of a larger batch is reached: 5 of 90 epochs in Goyal et al. (2017)."""
+
+
+def momentum_rule(staleness: int, updates: str) -> LearningRateRule:
+    """Return the rule for steps that all workers take together, by gradients that are up to `staleness` steps old.
+
+    A gradient that arrives late acts as if it had been kept back by momentum: s steps as momentum 1 - 1/(s + 1) does
+    (Mitliagkas et al. 2016). So the effective rate is divided by s + 1, and momentum gives way first: 1 - momentum is
+    multiplied by s + 2. Theory, for delays that vary around s, has s + 1; with a bound, most delays are near it, and
+    one more ends higher (digits and mnist-mlp, ps:ssp=3).
+
+    Args:
+        updates: the beginning of the reason, such as "Updates are up to 3 steps old".
+    """
+    if staleness == 0:
+        return SAME_RATE
+    return LearningRateRule(
+        1 / (staleness + 1),
+        staleness + 2,
+        reason=f"{updates}, which acts as momentum does: 1 - momentum should be {staleness + 2} times as large, or "
+        f"else the learning rate 1/{staleness + 1} (Mitliagkas et al. 2016).",
+    )
 
 
 def stale_rule(staleness: float, updates: str) -> LearningRateRule:
@@ -66,7 +113,7 @@ def batch_rule(batch_size: int, reference: int, steps: int, adaptive: bool) -> L
     source = "Malladi et al. 2022: the square root, with Adam" if adaptive else "Goyal et al. 2017: linear"
     return LearningRateRule(
         sqrt(ratio) if adaptive else ratio,
-        round(_WARMUP_EPOCHS * steps) if ratio > 1 else 0,
-        f"The batch of all workers is {ratio:.3g} times the {reference} samples that the learning rate is for "
+        warmup_steps=round(_WARMUP_EPOCHS * steps) if ratio > 1 else 0,
+        reason=f"The batch of all workers is {ratio:.3g} times the {reference} samples that the learning rate is for "
         f"({source}).",
     )

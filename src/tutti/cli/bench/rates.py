@@ -10,6 +10,7 @@ from rich.table import Table
 from tutti.cli.bench.output import plain_table
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.options import DataFolder, JsonFile, parse_worker_counts, refuse_given, split_list
+from tutti.cli.progress import format_rate
 from tutti.cli.strategy_cell import StrategyCell
 from tutti.errors import ConfigError
 from tutti.recipes import RECIPES
@@ -67,7 +68,7 @@ def rates(
 
 def _table(runs: "list[TargetRun]", counts: list[int], cluster: str) -> Table:
     table = plain_table(f"Lowest test accuracy over seeds at --lr auto, simulated on {cluster}")
-    table.caption = "✗ below the recipe's target; rate: learning rate with the most workers"
+    table.caption = "✗ below the recipe's target; rate: learning rate (and momentum) with the most workers"
     table.add_column("recipe (target)")
     table.add_column("strategy")
     for count in counts:
@@ -77,7 +78,9 @@ def _table(runs: "list[TargetRun]", counts: list[int], cluster: str) -> Table:
         of_row = list(group)
         cells = [_cell([run for run in of_row if run.workers == count]) for count in counts]
         last = of_row[-1]
-        table.add_row(f"{recipe} ({last.target:.0%})", StrategyCell(strategy), *cells, f"{last.lr:.3g}")
+        table.add_row(
+            f"{recipe} ({last.target:.0%})", StrategyCell(strategy), *cells, format_rate(last.lr, last.momentum)
+        )
     return table
 
 

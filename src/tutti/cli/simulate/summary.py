@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from tutti.cli.progress import format_bytes, strategy_rows
+from tutti.cli.progress import describe_rate, format_bytes, strategy_rows
 from tutti.cluster import format_time
 from tutti.simulation.runs.simulate import Simulation
 
@@ -36,7 +36,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
     other_s = max(0.0, summary["seconds"] - summary["steps"] * summary["step_s"])
     for label, value in (
         ("test accuracy", f"{summary['accuracy']:.2%} (target {summary['target']:.0%})"),
-        ("learning rate", f"{summary['lr']:.3g}{' (auto)' if summary['lr_option'] == 'auto' else ''}"),
+        ("learning rate", describe_rate(summary)),
         ("last loss", f"{summary['loss']:.4f}"),
         ("steps", f"{summary['steps']:,}, of {format_time(summary['step_s'])} on average"),
         ("virtual time", format_time(summary["seconds"])),

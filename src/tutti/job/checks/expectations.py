@@ -5,13 +5,21 @@ from typing import Literal
 from tutti.collectives import all_gather_json
 from tutti.errors import ConfigError
 from tutti.replica import HookedReplica
-from tutti.strategies import Strategy
+from tutti.strategies import Exchange, Strategy
 from tutti.world import World
 
 LossKind = Literal["mean", "sum"]
 
 
-def expect(replica: HookedReplica, strategy: Strategy, world: World, loss: LossKind | None, same_batches: bool) -> None:
+def expect(
+    replica: HookedReplica,
+    exchange: Exchange,
+    strategy: Strategy,
+    world: World,
+    *,
+    loss: LossKind | None,
+    same_batches: bool,
+) -> None:
     """Follow what the user says, if it has a meaning under this strategy and all ranks say the same. Collective."""
     mistake = _mistake(replica, strategy, loss)
     by_rank = all_gather_json([mistake, loss, same_batches], world.transport)
@@ -24,7 +32,8 @@ def expect(replica: HookedReplica, strategy: Strategy, world: World, loss: LossK
                 f"same_batches={by_rank[0][2]}, rank {rank} gave loss={said[0]!r} and same_batches={said[1]}."
             )
     if loss == "sum":
-        replica.sum_gradients(world.size)
+        # Where the exchange does not add gradients up itself, each rank sends a multiple, of which it makes the mean.
+        replica.sum_gradients(1 if exchange.add_up_gradients() else world.size)
     if replica.checks is not None:
         replica.checks.allow(any_loss=loss is not None, same_batches=same_batches)
 

@@ -16,7 +16,7 @@ from tutti.strategies.decentralised.gossip_async import AsyncGossip
 from tutti.strategies.decentralised.gossip_sync import SyncGossip
 from tutti.strategies.decentralised.graphs import NAMED, Graph, graph_mistakes, read_graph, topology_for
 from tutti.strategies.decentralised.peer_updates import PeerUpdatesAlgorithm
-from tutti.strategies.rates import SAME_RATE, LearningRateRule, stale_rule
+from tutti.strategies.rates import SAME_RATE, LearningRateRule, momentum_rule
 from tutti.transports import Transport
 
 _ROUTING_GRAPHS = ("all", "ring", "torus", "exponential")
@@ -84,7 +84,7 @@ class PeerUpdates(Strategy):
             reason=f"The updates of {num_workers} workers are added, which needs 1/{num_workers} of the learning rate "
             "(Strom 2015).",
         )
-        return summed & stale_rule(self.inbox, f"Updates of other workers are up to {self.inbox} steps old")
+        return summed & momentum_rule(self.inbox, f"Updates of other workers are up to {self.inbox} steps old")
 
     @property
     def synchronous(self) -> bool:

@@ -8,10 +8,10 @@ worker may read once its own last update is in a version. `ledger.py` implements
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tutti.errors import ConfigError
-from tutti.strategies.rates import SAME_RATE, LearningRateRule, stale_rule
+from tutti.strategies.rates import SAME_RATE, LearningRateRule, momentum_rule, stale_rule
 
 
 class Consistency(ABC):
@@ -32,7 +32,7 @@ class Consistency(ABC):
     locks = True
     """Whether workers that share memory take a lock to step the parameters."""
 
-    def scale(self, staleness: int) -> float:
+    def scale(self, staleness: int, num_workers: int) -> float:
         """Return the factor of an update that was computed from parameters `staleness` versions old."""
         return 1.0
 
@@ -88,7 +88,7 @@ class SSP(Consistency):
     def learning_rate(self, num_workers: int) -> LearningRateRule:
         if num_workers == 1:
             return SAME_RATE
-        return stale_rule(
+        return momentum_rule(
             self.staleness, f"Under '{self}' updates are computed from parameters up to {self.staleness} steps old"
         )
 
@@ -175,7 +175,9 @@ class StalenessAware(Consistency):
 
     Args:
         inner: when versions are made and who may read.
-        factor: returns the factor of an update from its staleness, in versions.
+        factor: returns the factor of an update from its staleness, in versions. By default it is 1 / staleness. Under
+            `Async` and `SoftSync(k)` an update counts as no fresher than N / k - 1 versions, which is usual for N
+            workers.
     """
 
     inner: Consistency
@@ -201,13 +203,20 @@ class StalenessAware(Consistency):
     def eager(self) -> bool:  # type: ignore[override]
         return self.inner.eager
 
-    def scale(self, staleness: int) -> float:
+    def scale(self, staleness: int, num_workers: int) -> float:
+        if self.factor is inverse and self.bound is None:
+            # An update of one worker has the samples of one worker, however fresh it is. Counted in full, one that
+            # happens to be fresh, after an evaluation for example, would move parameters N times as far as the others.
+            return 1 / max(1, staleness, num_workers / min(self.quorum, num_workers) - 1)
         return float(self.factor(staleness))
 
     def learning_rate(self, num_workers: int) -> LearningRateRule:
         rule = self.inner.learning_rate(num_workers)
-        if self.bound is not None or rule.factor == 1:
-            return SAME_RATE  # Servers scale every update down by its staleness themselves.
+        if rule == SAME_RATE:
+            return rule
+        if self.bound is not None:
+            # Servers divide the oldest update by the bound themselves.
+            return replace(rule, factor=rule.factor * max(1, self.bound))
         # Of N steps for each of one worker, an update is N - 1 old, and 1 / (N - 1) is what servers scale it by.
         num_steps = 1 / rule.factor
         return LearningRateRule(

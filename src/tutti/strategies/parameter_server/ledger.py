@@ -32,6 +32,10 @@ from typing import Any
 from tutti.strategies.parameter_server.consistency import Consistency
 
 
+ADD_UP = -1.0
+"""Weight of gradients that are added up, because the loss is a sum over samples. All workers push it, or none does."""
+
+
 @dataclass(eq=False)
 class Update:
     """A worker's gradient of one shard, and the numbers that are pushed with it."""
@@ -41,7 +45,7 @@ class Update:
     base_version: int
     """Version of the parameters that the gradient was computed from."""
     weight: float
-    """Number of samples that the gradient is the mean of."""
+    """Number of samples that the gradient is the mean of, or `ADD_UP`."""
     norm: float
     """Norm of the worker's whole gradient, where each update is clipped by itself; else 0."""
     options: Any

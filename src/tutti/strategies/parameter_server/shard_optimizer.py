@@ -14,7 +14,7 @@ from tutti.errors import ConfigError
 from tutti.replica import Bucket
 from tutti.replica.buckets import Slot, like
 from tutti.strategies.parameter_server.consistency import Consistency
-from tutti.strategies.parameter_server.ledger import Update
+from tutti.strategies.parameter_server.ledger import ADD_UP, Update
 from tutti.strategies.parameter_server.optimizer_options import OptimizerOptions
 from tutti.strategies.parameter_server.shards import ParameterShard, ShardSegment
 from tutti.strategies.parameter_server.support import SUPPORT
@@ -49,13 +49,16 @@ def clip_factor(max_norm: float, norm: float) -> float:
 
 
 def update_scales(
-    updates: Sequence[Update], shard: ParameterShard, consistency: Consistency, clip: float | None
+    updates: Sequence[Update], shard: ParameterShard, consistency: Consistency, num_workers: int, clip: float | None
 ) -> list[float]:
     """Return the factor of each update: for its staleness and, if each is clipped by itself, for its norm."""
     if not shard.is_trained:
         return [1.0] * len(updates)  # Running means and variances must not shrink.
     factors = [1.0 if clip is None else clip_factor(clip, update.norm) for update in updates]
-    return [consistency.scale(update.staleness) * factor for update, factor in zip(updates, factors, strict=True)]
+    return [
+        consistency.scale(update.staleness, num_workers) * factor
+        for update, factor in zip(updates, factors, strict=True)
+    ]
 
 
 class ShardOptimizer:
@@ -95,7 +98,7 @@ class ShardOptimizer:
             self.load_state({slot.name: optimizer.state.get(slot.tensor, {}) for slot in self._slots})
 
     def combine(self, updates: Sequence[Update], scales: Sequence[float]) -> np.ndarray:
-        """Make the mean of scaled updates, weighted by samples.
+        """Make the mean of scaled updates, weighted by samples; or their sum, where the loss is one.
 
         Returns:
             One flag per segment: whether any update has a gradient for it.
@@ -109,6 +112,8 @@ class ShardOptimizer:
         # Equal weights divide by their number: multiplying by them first would round differently from a plain mean.
         equal = all(weight == weights[0] for weight in weights)
         divisor = float(len(weights)) if equal else sum(weights)
+        if weights[0] == ADD_UP and self.shard.is_trained:
+            divisor = 1.0  # Of the workers that are left: a lost one has no part in the sum.
         has_grad = np.zeros(len(self.shard.segments), dtype=bool)
         factors = [scale if equal else scale * weight for scale, weight in zip(scales, weights, strict=True)]
         # An update of factor 0 is left out, not multiplied: it may hold NaN.

@@ -158,7 +158,7 @@ class HogwildWorker(Exchange):
         staleness = self._step_version - self._base_version
         self._staleness[staleness] += 1
         self.events.record(Event(READ, now, now, 0, (0, self._clock, self._base_version)))
-        self._scale_gradients(self._consistency.scale(staleness))
+        self._scale_gradients(self._consistency.scale(staleness, self.transport.size))
         # From here until `after_step`, the user's optimiser changes the shared parameters in place.
         for tensor, view in zip(self._parameters, self._shared_parameters, strict=True):
             tensor.data = view

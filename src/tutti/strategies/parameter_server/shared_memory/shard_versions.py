@@ -103,7 +103,7 @@ class ShardVersions:
             self._counters.values[self._counters.staleness[shard_index, update.worker]] = update.staleness
         if not (effective := effective_updates(updates, self._consistency)):
             return np.zeros(len(shard.segments), dtype=bool)
-        scales = update_scales(effective, shard, self._consistency, clip)
+        scales = update_scales(effective, shard, self._consistency, context.transport.size, clip)
         return context.parameters.optimizers[shard_index].combine(effective, scales)
 
     def step(

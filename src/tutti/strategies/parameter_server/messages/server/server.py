@@ -10,7 +10,7 @@ from torch import Tensor
 from tutti.errors import PacketError, RankLost, ReplicaMismatch
 from tutti.events import EventLog
 from tutti.replica import Replica
-from tutti.strategies.parameter_server.ledger import Ledger, Update
+from tutti.strategies.parameter_server.ledger import ADD_UP, Ledger, Update
 from tutti.strategies.parameter_server.messages.buffers import BufferPool
 from tutti.strategies.parameter_server.messages.config import ServerGroupConfig
 from tutti.strategies.parameter_server.messages.server.clipping import GlobalClipping
@@ -160,7 +160,7 @@ class Server:
         # Running statistics have values in every update.
         if shard is None or is_void != (payload is None) or (is_void and not shard.spec.is_trained):
             raise PacketError(f"an update of {header.num_bytes} bytes for shard {header.shard}, which is not held here")
-        valid_weight = isfinite(header.weight) and header.weight >= 0
+        valid_weight = isfinite(header.weight) and (header.weight >= 0 or header.weight == ADD_UP)
         # A version from the future, or a NaN weight, would spoil the parameters of all workers.
         if not valid_weight or not 0 <= header.base_version <= shard.ledger.version:
             raise PacketError(f"an update of weight {header.weight}, computed from version {header.base_version}")

@@ -118,7 +118,8 @@ class ServerShard:
             return np.zeros(len(self.spec.segments), dtype=bool)
         # A mean that is clipped as a whole is scaled in `step`, when the norm over all servers is known.
         clip = None if self._config.clips_means else self._config.clip
-        return self.optimizer.combine(updates, update_scales(updates, self.spec, consistency, clip))
+        scales = update_scales(updates, self.spec, consistency, len(self._config.workers), clip)
+        return self.optimizer.combine(updates, scales)
 
     def step(self, due: list[Update], has_grad: np.ndarray, factor: float = 1.0) -> None:
         """Step by the mean that `combine` made of these updates, scaled by `factor`, and free their memory."""
