@@ -6,10 +6,10 @@ Checks of one rank alone (`LayoutCheck`, `OptimizerCheck`, one element of a grad
 
 Comparisons between ranks run where all ranks pass through the same point. Under strategies that keep all replicas
 equal after every step (`Exchange.equal_after_steps`) that is the end of an exchanged backward pass, which all ranks
-have taken part in: of the second, third, fifth, ninth and so on, and then of every `_INTERVAL`-th. All ranks then
-share a few numbers, and take the same branch. Under other strategies, ranks may be at any step, or lost. There they
-compare at the end, when `finish` has left the same model on every rank that is left. The digest of batches is sent
-there without waiting, after the second batch, and looked at when it has come.
+have taken part in, as often as `ComparisonSchedule` says. All ranks then share a few numbers, and take the same branch.
+Under other strategies, ranks may be at any step, or lost. There they compare at the end, when `finish` has left the
+same model on every rank that is left. The digest of batches is sent there without waiting, after the second batch, and
+looked at when it has come.
 
 In virtual time nothing is sent: a simulated run takes as long as it would without checks.
 """
@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 
 from tutti.collectives import all_gather_json
 from tutti.errors import ConfigError, RankLost
-from tutti.job.checks import process_hooks
 from tutti.job.checks.batches import NUM_BATCHES, BatchRecord, refuse_same_batches
 from tutti.job.checks.comparison import Messages, difference, gathered, share, share_among_living, tag_of
 from tutti.job.checks.digest_messages import DigestMessages
@@ -32,14 +31,13 @@ from tutti.job.checks.finite import FiniteCheck
 from tutti.job.checks.layout import LayoutCheck
 from tutti.job.checks.loss_kind import SUM_LOSS, is_sum_loss
 from tutti.job.checks.optimizers import OptimizerCheck
+from tutti.job.checks.process_hooks import CHECKS
 from tutti.job.checks.shards import refuse_different_shards
 from tutti.replica import HookedReplica
 from tutti.replica.buckets import Slot
+from tutti.replica.comparison_schedule import ComparisonSchedule
 from tutti.strategies import Exchange, Strategy
 from tutti.world import World
-
-_INTERVAL = 2048
-"""Backward passes between two comparisons, after the first ones."""
 
 _SOON_SECONDS = 1.0
 """How long a rank that has found an error waits for what others know about it."""
@@ -64,7 +62,7 @@ class TrainingChecks:
         """Whether this is virtual time, in which checks send nothing."""
         self._job = world.usage.num_jobs if self._simulated else _agreed_number(world)
         self._num_passes = 0
-        self._due = 2
+        self._schedule = ComparisonSchedule()
         self._watches_loss = strategy.steps_by_mean_gradient
         self._thread = threading.get_ident()
         self._layout = LayoutCheck(replica, self._rank)
@@ -78,7 +76,7 @@ class TrainingChecks:
 
     def open(self) -> None:
         """Attach to the replica, its optimiser and its modules."""
-        process_hooks.add(self)
+        CHECKS.add(self)
         self._replica.checks, self._replica.on_forward = self, self._forward
 
     def optimizer_steps(self, optimizer: Optimizer) -> None:
@@ -120,8 +118,7 @@ class TrainingChecks:
         if self._num_passes == 1 and self._ranks_comparable:
             rows = share(self._world.sample_counts.shard, self._world.transport)
             refuse_different_shards(dict(enumerate(rows)), self._rank)
-        if self._num_passes == self._due:
-            self._due += min(self._due - 1, _INTERVAL)
+        if self._schedule.is_due(self._num_passes):
             self._compare()
 
     def before_step(self) -> None:
@@ -135,7 +132,7 @@ class TrainingChecks:
 
     def close(self) -> None:
         """Remove all hooks. Not collective. `open` may follow."""
-        process_hooks.remove(self)
+        CHECKS.remove(self)
         self._optimizers.close()
         self._replica.checks = self._replica.on_forward = None
 
