@@ -1,9 +1,12 @@
 """Ranks as threads: the quick way to run several, with explicit groups and nothing global."""
 
+import ctypes
 import itertools
+import os
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +31,22 @@ LEVELS = (*TRANSPORTS, "hosts", "simulated", "simulated_hosts")
 """And "hosts": ranks spread over several hosts, two on each as far as they go."""
 
 TIMEOUT = timedelta(seconds=20)
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Run this thread, and threads that it starts, on the core where it is now.
+
+    Ranks that are threads have one GIL, which torch releases in every operation. On two cores, a waiting thread then
+    wakes up and takes it, so each operation has two switches between threads: that is half of the time of such tests.
+    On one core the thread has the GIL again before another wakes up.
+    """
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {ctypes.CDLL(None).sched_getcpu()})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def pairwise(**dimensions: Sequence[Any]) -> pytest.MarkDecorator:
@@ -64,8 +83,9 @@ def run_threads(
             results[rank] = error
 
     threads = [threading.Thread(target=work, args=(rank,), name=f"rank {rank}") for rank in range(size)]
-    for thread in threads:
-        thread.start()
+    with one_core():  # New threads have the cores of the one that starts them.
+        for thread in threads:
+            thread.start()
     for thread in threads:
         thread.join(50)
         assert not thread.is_alive(), f"{thread.name} hangs; so far: {results}"
@@ -84,7 +104,8 @@ def _run_simulated(
 
     per_host = {"simulated": 1, "simulated_memory": size, "simulated_hosts": 2}[transport]
     cluster = Cluster(link=Link("1gbit", "50us"), ranks_per_host=per_host)
-    return simulate(work, workers=size, cluster=cluster, timeout=timeout).results
+    with one_core():
+        return simulate(work, workers=size, cluster=cluster, timeout=timeout).results
 
 
 def run_ok(function: Callable[..., Any], *args: Any, size: int, transport: str) -> list[Any]:

@@ -72,7 +72,7 @@ def test_until_it_is_as_accurate_as_asked(call: Call, tmp_path: Path, profiled: 
 
 
 def test_never_as_accurate_as_asked(call: Call, profiled: list[int | None]) -> None:
-    ended = call("plan", "digits", "--workers", "2", "--target-accuracy", "1", "--epochs", "1", "--batch", "8")
+    ended = call("plan", "digits", "--workers", "2", "--target-accuracy", "1", "--epochs", "1", "--batch", "64")
     assert ended.status == 0, ended.err
     assert "None reaches 100.00% within 1 epochs" in ended.out
 

@@ -7,15 +7,11 @@ an optimiser. On a mesh these are this rank's part, so ranks would scale, or ski
 torch are therefore replaced when the first mesh is made, and stay replaced: others may hold references to them. Where
 the gradients are of no model on a mesh, the replacement is the original. Otherwise ranks along `tensor` and `pipe`
 complete each other's result. All of them make the same calls, because they run the same script.
-
-Models are found through weak references, in a tuple that is replaced as a whole: ranks may be threads.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from threading import Lock
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +20,7 @@ from torch.optim import Optimizer
 
 from tutti.collectives import native, run
 from tutti.errors import ConfigError
+from tutti.replica.weak_registry import WeakRegistry
 from tutti.transports import Transport
 
 
@@ -50,7 +47,7 @@ class ReplicaGradients:
         self._parameters = list(module.parameters())
         self._transports, self._is_sharded = transports, is_sharded
         if any(transport.size > 1 for transport in transports.values()):
-            _add(self)
+            _REPLICAS.add(self)
 
     def norm(self, norm_type: float = 2.0, gradients: Sequence[Tensor] | None = None) -> float:
         """Return the norm of these gradients, or of all, over the ranks of the replica. Collective."""
@@ -100,7 +97,7 @@ class ReplicaGradients:
 
     def close(self) -> None:
         """Complete nothing any more."""
-        _remove(self)
+        _REPLICAS.remove(self)
 
     def _over_ranks(self, value: float, combine: Callable[[list[float]], float]) -> float:
         for transport in self._transports.values():  # Not along `data`: the norm is that of one replica.
@@ -112,30 +109,6 @@ class ReplicaGradients:
         return value
 
 
-_lock = Lock()
-_replicas: tuple["ref[ReplicaGradients]", ...] = ()
-_replaced = False
-
-
-def _add(gradients: ReplicaGradients) -> None:
-    global _replicas, _replaced  # noqa: PLW0603
-    with _lock:
-        _replicas = (*(other for other in _replicas if other() is not None), ref(gradients))
-        if not _replaced:
-            _replaced = True
-            _replace_functions()
-
-
-def _remove(gradients: ReplicaGradients) -> None:
-    global _replicas  # noqa: PLW0603
-    with _lock:
-        _replicas = tuple(other for other in _replicas if other() not in (gradients, None))
-
-
-def _living() -> list[ReplicaGradients]:
-    return [replica for reference in _replicas if (replica := reference()) is not None]
-
-
 def _replace_functions() -> None:
     torch_norm: Any = clip_grad._get_total_norm
     torch_unscale: Any = torch.amp.GradScaler._unscale_grads_
@@ -143,7 +116,7 @@ def _replace_functions() -> None:
     @wraps(torch_norm)
     def total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        for replica in _living():
+        for replica in _REPLICAS.living():
             if replica.includes(tensors):
                 return replica.total_norm(tensors, float(norm_type))
         return torch_norm(tensors, norm_type, *args, **kwargs)
@@ -151,10 +124,13 @@ def _replace_functions() -> None:
     @wraps(torch_unscale)
     def unscale(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor] = torch_unscale(self, optimizer, *args, **kwargs)
-        for replica in _living():
+        for replica in _REPLICAS.living():
             if replica.optimizer is optimizer:
                 replica.share_infinities(found)
         return found
 
     clip_grad._get_total_norm = total_norm
     torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]
+
+
+_REPLICAS: WeakRegistry[ReplicaGradients] = WeakRegistry(_replace_functions)

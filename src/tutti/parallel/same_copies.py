@@ -19,14 +19,12 @@ from tutti.collectives import all_gather_json
 from tutti.errors import NonFiniteValues, ReplicaMismatch
 from tutti.parallel.same_batch import fingerprint
 from tutti.parallel.support import together
+from tutti.replica.comparison_schedule import ComparisonSchedule
 from tutti.transports import Transport
-
-_INTERVAL = 2048
-"""Steps between two comparisons, after the first ones."""
 
 
 class SameCopiesCheck:
-    """Compares after steps 2, 3, 5, 9 and so on, then after every `_INTERVAL`-th, and at the end."""
+    """Compares after the steps of a `ComparisonSchedule`, and at the end."""
 
     def __init__(
         self,
@@ -40,7 +38,7 @@ class SameCopiesCheck:
         self._optimizer, self._group, self._transport = optimizer, group, transport
         self._parameters = dict(module.named_parameters())
         self._copies = {name for name, each in self._parameters.items() if not is_sharded(each)}
-        self._num_steps, self._due = 0, 2
+        self._num_steps, self._schedule = 0, ComparisonSchedule()
         self._handle: Any = None
 
     def compare_in_steps(self) -> None:
@@ -49,8 +47,7 @@ class SameCopiesCheck:
 
     def _after_step(self, *_: Any) -> None:
         self._num_steps += 1
-        if self._num_steps == self._due:
-            self._due += min(self._due - 1, _INTERVAL)
+        if self._schedule.is_due(self._num_steps):
             self()
 
     @torch.no_grad()

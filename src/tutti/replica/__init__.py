@@ -6,6 +6,8 @@
 - `samples`: how many samples each rank contributed. `batchnorm`: batch normalisation over all ranks.
 - `state`, `gathered`: equal starting states, and states gathered from all ranks to be saved.
 - `owned_hooks`: hooks that a copy of a model does not take along.
+- `weak_registry`: objects that hooks of the whole process serve.
+- `comparison_schedule`: after which steps ranks compare what they hold.
 """
 
 from tutti.replica.buckets import Bucket

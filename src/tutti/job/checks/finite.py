@@ -60,13 +60,6 @@ class FiniteCheck:
         assert self._element is not None
         return isfinite(self._element.item(0))
 
-    def parameter_error(self, names: list[str], by_rank: dict[int, int]) -> NonFiniteValues | None:
-        """Return the error for parameters that are not finite: `by_rank` has the number of the first, from 1, or 0."""
-        ranks = [rank for rank, number in by_rank.items() if number]
-        if not ranks:
-            return None
-        return NonFiniteValues(self._rank, ranks, f"parameter '{names[by_rank[ranks[0]] - 1]}'", self._replica.steps)
-
     def gradient_error(self, by_rank: dict[int, int]) -> NonFiniteValues:
         """Return the error for a gradient that is not finite; `by_rank` is 1 where a rank's own was not, else 0."""
         ranks = [rank for rank, bad in by_rank.items() if bad]

@@ -1,14 +1,11 @@
 """Hooks of the whole process, on every optimiser and every module, for the checks of all jobs in it.
 
 torch calls such hooks by iterating over a dict, which must not change meanwhile. Ranks may be threads of one process,
-in simulations for example, so one of them must not add or remove a hook while another steps. Therefore each hook is
-registered once, by the first job, and stays. It goes through a tuple of checks that is replaced as a whole. References
-are weak: a job that is dropped without `finish` is collected with its model.
+so one of them must not add or remove a hook while another steps. Therefore each hook is registered once, by the first
+job, and stays: it goes through a registry of checks.
 """
 
-from threading import Lock
 from typing import Any, Protocol
-from weakref import ref
 
 from torch import nn
 from torch.nn.modules.module import (
@@ -17,6 +14,8 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tutti.replica.weak_registry import WeakRegistry
 
 
 class ProcessCheck(Protocol):
@@ -31,37 +30,21 @@ class ProcessCheck(Protocol):
         ...
 
 
-_lock = Lock()
-_checks: tuple["ref[ProcessCheck]", ...] = ()
-_registered = False
+def _install() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_module_parameter_registration_hook(_member_added)
+    register_module_module_registration_hook(_member_added)
 
 
-def add(check: ProcessCheck) -> None:
-    """Call `check` from now on."""
-    global _checks, _registered  # noqa: PLW0603
-    with _lock:
-        _checks = (*(other for other in _checks if other() is not None), ref(check))
-        if not _registered:
-            _registered = True
-            register_optimizer_step_pre_hook(_before_step)
-            register_module_parameter_registration_hook(_member_added)
-            register_module_module_registration_hook(_member_added)
-
-
-def remove(check: ProcessCheck) -> None:
-    """Call `check` no more. Idempotent."""
-    global _checks  # noqa: PLW0603
-    with _lock:
-        _checks = tuple(other for other in _checks if other() not in (check, None))
+CHECKS: WeakRegistry[ProcessCheck] = WeakRegistry(_install)
+"""The checks of all jobs of this process, which are called from when they are added."""
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    for reference in _checks:
-        if (check := reference()) is not None:
-            check.optimizer_steps(optimizer)
+    for check in CHECKS.living():
+        check.optimizer_steps(optimizer)
 
 
 def _member_added(module: nn.Module, *_: Any) -> None:
-    for reference in _checks:
-        if (check := reference()) is not None:
-            check.member_added(module)
+    for check in CHECKS.living():
+        check.member_added(module)

@@ -2,14 +2,15 @@
 
 How it works
 ------------
-Checks of one rank alone (`LayoutCheck`, `OptimizerCheck`, one element of a gradient) run in every step.
+Checks of one rank alone (`LayoutCheck`, `OptimizerCheck`, one element of a gradient) run in every step. Checks that
+compare ranks are `Compared`, and share their numbers in one message.
 
 Comparisons between ranks run where all ranks pass through the same point. Under strategies that keep all replicas
 equal after every step (`Exchange.equal_after_steps`) that is the end of an exchanged backward pass, which all ranks
-have taken part in: of the second, third, fifth, ninth and so on, and then of every `_INTERVAL`-th. All ranks then
-share a few numbers, and take the same branch. Under other strategies, ranks may be at any step, or lost. There they
-compare at the end, when `finish` has left the same model on every rank that is left. The digest of batches is sent
-there without waiting, after the second batch, and looked at when it has come.
+have taken part in, as often as `ComparisonSchedule` says. All ranks then share a few numbers, and take the same branch.
+Under other strategies, ranks may be at any step, or lost. There they compare at the end, when `finish` has left the
+same model on every rank that is left. The digest of batches is sent there without waiting, after the second batch, and
+looked at when it has come.
 
 In virtual time nothing is sent: a simulated run takes as long as it would without checks.
 """
@@ -23,26 +24,32 @@ from torch.optim import Optimizer
 
 from tutti.collectives import all_gather_json
 from tutti.errors import ConfigError, RankLost
-from tutti.job.checks import process_hooks
-from tutti.job.checks.batches import NUM_BATCHES, BatchRecord, refuse_same_batches
-from tutti.job.checks.comparison import Messages, difference, gathered, share, share_among_living, tag_of
+from tutti.job.checks.batch_check import BatchCheck
+from tutti.job.checks.batches import NUM_BATCHES
+from tutti.job.checks.compared import (
+    Compared,
+    FiniteTensors,
+    SameShards,
+    SameTensors,
+    SameTensorsByDigest,
+    SteppedOptimizer,
+    compare,
+)
+from tutti.job.checks.comparison import Messages, share, share_among_living, tag_of
 from tutti.job.checks.digest_messages import DigestMessages
-from tutti.job.checks.fingerprints import combined, fingerprints, first_non_finite
 from tutti.job.checks.finite import FiniteCheck
 from tutti.job.checks.layout import LayoutCheck
 from tutti.job.checks.loss_kind import SUM_LOSS, is_sum_loss
 from tutti.job.checks.optimizers import OptimizerCheck
-from tutti.job.checks.shards import refuse_different_shards
+from tutti.job.checks.process_hooks import CHECKS
 from tutti.replica import HookedReplica
 from tutti.replica.buckets import Slot
+from tutti.replica.comparison_schedule import ComparisonSchedule
 from tutti.strategies import Exchange, Strategy
 from tutti.world import World
 
-_INTERVAL = 2048
-"""Backward passes between two comparisons, after the first ones."""
-
 _SOON_SECONDS = 1.0
-"""How long a rank that has found an error waits for what others know about it."""
+"""How long a rank that has found an infinite gradient waits for what others know about it."""
 
 
 def _agreed_number(world: World) -> int:
@@ -64,21 +71,20 @@ class TrainingChecks:
         """Whether this is virtual time, in which checks send nothing."""
         self._job = world.usage.num_jobs if self._simulated else _agreed_number(world)
         self._num_passes = 0
-        self._due = 2
+        self._schedule = ComparisonSchedule()
         self._watches_loss = strategy.steps_by_mean_gradient
         self._thread = threading.get_ident()
         self._layout = LayoutCheck(replica, self._rank)
         self._optimizers = OptimizerCheck(replica, self._rank)
         self._finite = FiniteCheck(replica, self._rank)
-        self._batches: BatchRecord | None = BatchRecord(world.sample_counts)
-        self._digests: DigestMessages | None = None
-        if not self._simulated and not exchange.equal_after_steps:
-            self._digests = DigestMessages(world.transport, self._job)
+        at_any_step = not self._simulated and not exchange.equal_after_steps
+        messages = DigestMessages(world.transport, self._job) if at_any_step else None
+        self._batches = BatchCheck(world.sample_counts, self._rank, messages)
         self.open()
 
     def open(self) -> None:
         """Attach to the replica, its optimiser and its modules."""
-        process_hooks.add(self)
+        CHECKS.add(self)
         self._replica.checks, self._replica.on_forward = self, self._forward
 
     def optimizer_steps(self, optimizer: Optimizer) -> None:
@@ -94,7 +100,7 @@ class TrainingChecks:
         """Do not look at the loss, or do not compare batches: the user says what they are."""
         self._watches_loss = self._watches_loss and not any_loss
         if same_batches:
-            self._batches = self._digests = None
+            self._batches.allow_same()
 
     def _forward(self, args: Any, kwargs: Any) -> None:
         """A forward pass that trains, and is not compiled, begins."""
@@ -102,8 +108,7 @@ class TrainingChecks:
         # Before a strategy loads parameters in the forward pass, as servers do.
         if not self._replica.in_consensus:
             self._layout()
-        if self._batches is not None and self._num_passes < NUM_BATCHES:
-            self._batches.forward((args, kwargs))
+        self._batches.forward((args, kwargs), self._num_passes)
 
     def pass_started(self, slot: Slot | None) -> None:
         """An exchanged backward pass has begun, with the gradient of `slot` where that is known."""
@@ -118,10 +123,8 @@ class TrainingChecks:
     def pass_finished(self) -> None:
         """An exchanged backward pass is over: all ranks have taken part in it."""
         if self._num_passes == 1 and self._ranks_comparable:
-            rows = share(self._world.sample_counts.shard, self._world.transport)
-            refuse_different_shards(dict(enumerate(rows)), self._rank)
-        if self._num_passes == self._due:
-            self._due += min(self._due - 1, _INTERVAL)
+            compare([SameShards(self._world.sample_counts, self._rank)], self._share)
+        if self._schedule.is_due(self._num_passes):
             self._compare()
 
     def before_step(self) -> None:
@@ -135,7 +138,7 @@ class TrainingChecks:
 
     def close(self) -> None:
         """Remove all hooks. Not collective. `open` may follow."""
-        process_hooks.remove(self)
+        CHECKS.remove(self)
         self._optimizers.close()
         self._replica.checks = self._replica.on_forward = None
 
@@ -146,49 +149,29 @@ class TrainingChecks:
 
     def _count(self) -> None:
         self._num_passes += 1
-        if self._num_passes <= NUM_BATCHES:
-            self._first_passes()
-
-    def _first_passes(self) -> None:
-        if self._batches is not None:
-            self._batches.add()
-            if self._digests is not None and self._num_passes == NUM_BATCHES:
-                self._digests.send(self._batches.digest)
-        if self._num_passes >= NUM_BATCHES and self._exchange.equal_after_steps:
+        self._batches.pass_started(self._num_passes)
+        if self._num_passes == NUM_BATCHES and self._exchange.equal_after_steps:
             self._replica.on_forward = None  # Nothing more to see there, in every step.
+
+    def _share(self, numbers: list[int]) -> dict[int, list[int]]:
+        return dict(enumerate(share(numbers, self._world.transport)))
 
     @torch.no_grad()
     def _compare(self) -> None:
         """Compare what ranks hold and were given, or look at this rank alone where they cannot be compared now."""
-        trained = self._replica.slots
-        non_finite = first_non_finite([slot.tensor for slot in trained])
+        trained = FiniteTensors(self._replica.slots, self._rank, self._replica.steps)
         if self._ranks_comparable:
-            digest = self._batches.digest if self._batches is not None and self._num_passes == NUM_BATCHES else 0
-            self._compare_across_ranks(non_finite, digest)
+            named: list[tuple[str, Tensor]] = list(self._replica.model.named_parameters())
+            same = SameTensors(named, self._rank, f"at backward pass {self._num_passes}")
+            compare([self._batches, trained, SameTensorsByDigest(same, self._world.transport)], self._share)
             return
-        if non_finite is not None:
-            self._finite.stop_all(f"parameter '{trained[non_finite].name}'")
-        self._check_digests(wait=False)
+        if (name := trained.first_wrong()) is not None:
+            self._finite.stop_all(f"parameter '{name}'")
+        self._batches.look()
 
     def cause_of(self, error: RankLost) -> Exception:
         """Return the mistake that a peer found first, and for which it has ended; else the error itself."""
-        # A peer that has ended for the same batches has sent its digest before. Others may still compute, and are not
-        # waited for: the error must come soon.
-        if self._digests is not None and self._digests.sent:
-            try:
-                refuse_same_batches(self._digests.arrived(_SOON_SECONDS), self._rank)
-            except ConfigError as mistake:
-                return mistake
-        return error
-
-    def _check_digests(self, wait: bool) -> None:
-        """Compare the batches of all ranks, if their digests have come."""
-        if self._digests is None or self._batches is None:
-            return
-        digests = self._digests.complete(self._batches.digest) if wait else self._digests.received()
-        if digests is not None:
-            self._digests = None
-            refuse_same_batches(digests, self._rank)
+        return self._batches.cause_of(error)
 
     def finished(self) -> None:
         """Compare the replicas that `finish` has left. Collective."""
@@ -197,46 +180,23 @@ class TrainingChecks:
         if self._simulated:
             self._optimizers.check_used(unused)
             return
-        self._check_digests(wait=True)  # A rank that has ended for the same batches is not among the living.
-        names, tensors = self._all_tensors()
-        prints = fingerprints(tensors)
+        self._batches.complete()  # A rank that has ended for the same batches is not among the living.
         # Not all tensors: a mask or an observer may be infinite on purpose.
         learned = [*self._replica.slots, *self._replica.statistics]
-        non_finite = first_non_finite([slot.tensor for slot in learned])
-        digest = 0 if self._batches is None else self._batches.digest
-        shard = self._world.sample_counts.shard
-        local = [*shard, digest, 0 if non_finite is None else non_finite + 1, unused, *prints]
-        rows = share_among_living(local, self._world.transport, tag_of(1, self._job))
+        checks: list[Compared] = [
+            SameShards(self._world.sample_counts, self._rank),
+            self._batches,
+            SteppedOptimizer(self._optimizers, unused),
+            FiniteTensors(learned, self._rank, self._replica.steps),
+            SameTensors(self._all_tensors(), self._rank, "after job.finish()"),
+        ]
+        compare(checks, self._share_among_living)
+
+    def _share_among_living(self, numbers: list[int]) -> dict[int, list[int]]:
+        rows = share_among_living(numbers, self._world.transport, tag_of(1, self._job))
         if len(rows) < self._world.size and not self._exchange.tolerates_loss:
             raise RankLost(f"rank {self._rank}: a rank was lost before all had come to the end of job.finish().")
-        refuse_different_shards({rank: row[: len(shard)] for rank, row in rows.items()}, self._rank)
-        rows = {rank: row[len(shard) :] for rank, row in rows.items()}
-        refuse_same_batches({rank: row[0] for rank, row in rows.items()}, self._rank)
-        self._optimizers.check_used(max(row[2] for row in rows.values()))
-        learned_names = [slot.name for slot in learned]
-        by_rank = {rank: row[1] for rank, row in rows.items()}
-        if (error := self._finite.parameter_error(learned_names, by_rank)) is not None:
-            raise error
-        if any(row[3:] != prints for row in rows.values()):
-            raise difference(names, {rank: row[3:] for rank, row in rows.items()}, self._rank, "after job.finish()")
-
-    def _compare_across_ranks(self, non_finite: int | None, digest: int) -> None:
-        """Share this rank's numbers, and raise the same error on every rank if they are not as they should be.
-
-        `non_finite` is the index of the first trained parameter that is not finite, `digest` that of the batches.
-        """
-        named = list(self._replica.model.named_parameters())
-        names, prints = [name for name, _ in named], fingerprints([tensor for _, tensor in named])
-        number = 0 if non_finite is None else non_finite + 1
-        rows = share([combined(prints), number, digest], self._world.transport)
-        refuse_same_batches({rank: row[2] for rank, row in enumerate(rows)}, self._rank)
-        trained = [slot.name for slot in self._replica.slots]
-        by_rank = {rank: row[1] for rank, row in enumerate(rows)}
-        if (error := self._finite.parameter_error(trained, by_rank)) is not None:
-            raise error
-        if any(row[0] != rows[0][0] for row in rows):
-            prints_of_all = gathered(prints, self._world.transport)
-            raise difference(names, prints_of_all, self._rank, f"at backward pass {self._num_passes}")
+        return rows
 
     def _stop_for_gradient(self) -> None:
         """The optimiser is about to use a gradient that is not finite: end training on every rank."""
@@ -249,11 +209,11 @@ class TrainingChecks:
         if self._replica.contribution.last_weight != 0:
             self._finite.stop_all(self._finite.first_name())
 
-    def _all_tensors(self) -> tuple[list[str], list[Tensor]]:
+    def _all_tensors(self) -> list[tuple[str, Tensor]]:
         """Return names and values of all parameters, and of the buffers that `finish` makes equal."""
         named: list[tuple[str, Tensor]] = list(self._replica.model.named_parameters())
         if self._exchange.equal_after_steps:
             named += self._replica.model.named_buffers()
         else:
             named += [(slot.name, slot.tensor) for slot in self._replica.statistics]
-        return [name for name, _ in named], [tensor for _, tensor in named]
+        return named
