@@ -13,6 +13,7 @@ OPTIONS = {
         "--option --per-layer --target-accuracy --workers MODEL"
     ),
     "doctor": "--json --lab --network --workers",
+    "status": "--json --stack RUN",
     "reproduce": "--data --name --quick --rate --report-only REPRODUCTION",
     "simulate run": (
         "--calibrate --cluster --data --epochs --jitter --json --lab --lr --name --option --seed "

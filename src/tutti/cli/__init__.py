@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 import tutti
-from tutti.cli import bench, doctor, lab, plan, profile, reproduce, run, simulate, train
+from tutti.cli import bench, doctor, lab, plan, profile, reproduce, run, simulate, status, train
 from tutti.errors import TargetMissed, TuttiError, WorkerFailed
 from tutti.versions import check_torch
 
@@ -58,6 +58,7 @@ app.command("train")(train.train)
 app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)
 app.command("doctor")(doctor.doctor)
+app.command("status")(status.status)
 app.command("reproduce")(reproduce.reproduce)
 app.add_typer(simulate.app, name="simulate")
 app.add_typer(bench.app, name="bench")

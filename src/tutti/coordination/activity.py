@@ -10,8 +10,10 @@ nothing. There is at most one wait per thread. Waits of background threads are m
 waits, but the process itself computes meanwhile, unless its training loop waits for that thread.
 """
 
+import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +22,9 @@ from typing import Any
 
 _NEW_WEIGHT = 0.2
 """Weight of the newest duration in what is usual."""
+
+_LONGEST_STACK = 16_000
+"""Characters of a stack that are reported: its innermost part."""
 
 IDLE = "outside of a step"
 """The phase of a process whose training loop does something that Tutti does not see."""
@@ -134,3 +139,9 @@ class Activity:
                 for thread, wait in list(self._waits.items())[:8]
             ],
         }
+
+
+def main_stack() -> str:
+    """The Python stack of this process's main thread, as a traceback shows it; called from another thread."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "".join(traceback.format_stack(frame))[-_LONGEST_STACK:] if frame is not None else ""

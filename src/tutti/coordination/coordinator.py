@@ -28,6 +28,7 @@ from datetime import timedelta
 from typing import Any
 
 from tutti.coordination import frames
+from tutti.coordination.diagnosis import HeldUp
 from tutti.coordination.frames import Message, ProtocolError
 from tutti.coordination.handshake import Streams, prove_as_coordinator, set_timeouts, tls
 from tutti.coordination.secret import Secret
@@ -88,6 +89,11 @@ class Coordinator:
     def table(self) -> list[dict[str, Any]]:
         """What is known of every member, by rank."""
         return self._ask(lambda: self._state.table(time.monotonic()))
+
+    @property
+    def held_up(self) -> tuple[HeldUp, ...]:
+        """Ranks that others wait for, as of the last diagnosis. A new tuple each time, so any thread may read it."""
+        return self._state.held_up
 
     def lost(self) -> dict[str, str]:
         """Members that are gone for good, and why."""

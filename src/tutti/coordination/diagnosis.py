@@ -15,6 +15,8 @@ from typing import Any
 
 _SHORTEST_S = 1.0
 """No wait below this is worth a word."""
+_START_S = 5.0
+"""The same before the first steps: processes do not start all at once, and first steps are slow."""
 _FACTOR = 2.0
 """How many times its usual step a wait has to last."""
 _SILENT_S = 1.5
@@ -144,7 +146,9 @@ def _foreground_wait(row: Row) -> dict[str, Any] | None:
 
 
 def _limit_s(row: Row) -> float:
-    return max(_SHORTEST_S, _FACTOR * float(row["status"].get("step_s", 0.0)))
+    """How long a rank has to wait before that is worth a word."""
+    usual_s = float(row["status"].get("step_s", 0.0))
+    return max(_SHORTEST_S, _FACTOR * usual_s) if usual_s else _START_S
 
 
 def _roots(rank: int, by_rank: dict[int, Row], lost: dict[int, str]) -> set[int]:

@@ -30,6 +30,8 @@ SCHEMA: dict[str, Fields] = {
     "sync": {"request": int},
     "seen": {"member": str, "state": str},
     "query": {"request": int},
+    "ask_stack": {"rank": int},
+    "stack": {"text": str},
     "bye": {},
     # From the coordinator.
     "welcome": {"version": str, "lost": dict},
@@ -43,6 +45,7 @@ SCHEMA: dict[str, Fields] = {
     "lost": {"member": str, "reason": str},
     "synced": {"request": int},
     "look": {"member": str, "pid": int, "started": int},
+    "send_stack": {},
     "table": {"request": int, "members": list},
     "stuck": {"reason": str},
 }

@@ -34,6 +34,14 @@ class MemberRecord:
     looked_at: float = 0.0
     status: dict[str, Any] = field(default_factory=dict)
     """What it last reported about itself."""
+    stack: str = ""
+    """The Python stack of its main thread, when it was last asked for."""
+    stack_asked_at: float = -1e9
+
+    @property
+    def is_observer(self) -> bool:
+        """Whether it only looks at the job and takes no part."""
+        return self.description.rank < 0
 
     @property
     def id(self) -> str:

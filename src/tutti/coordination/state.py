@@ -32,7 +32,7 @@ from typing import Any
 
 import tutti
 from tutti.coordination.description import MemberDescription, ProcessState, process_state
-from tutti.coordination.diagnosis import deadlock_text, deadlocked
+from tutti.coordination.diagnosis import HeldUp, deadlock_text, deadlocked, diagnose
 from tutti.coordination.frames import Message, ProtocolError
 from tutti.coordination.knowledge import is_inside
 from tutti.coordination.liveness import MemberRecord, MemberWatch
@@ -40,8 +40,10 @@ from tutti.coordination.values import ValueTable
 
 _LATE_TICK_S = 1.0
 """A tick that comes later than this after the one before shows that the coordinator itself was stopped."""
-_DEADLOCKS_S = 1.0
-"""How often deadlocks are looked for."""
+_DIAGNOSIS_S = 0.5
+"""How often it is looked for who waits for whom."""
+_STACK_S = 3.0
+"""A rank that others have waited for as long is asked for its stack, no more often than this."""
 _MISSING_S = 2.0
 """How often those that wait for others to join are told who is missing."""
 
@@ -98,7 +100,11 @@ class CoordinatorState:
         self._watch = MemberWatch(
             patience_s, host_id, look, lambda colleague, **fields: self._send(colleague, op="look", **fields)
         )
-        self._ticked_at = self._deadlocks_at = now
+        self._ticked_at = self._diagnosed_at = now
+        self.held_up: tuple[HeldUp, ...] = ()
+        """Ranks that others wait for, as of the last diagnosis."""
+        self._lost_ranks: dict[int, str] = {}
+        """Ranks whose processes were lost, and why."""
         self._scopes: dict[str, _Scope] = {}
         self._values = ValueTable(self._answer)
         self._notices: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
@@ -116,6 +122,8 @@ class CoordinatorState:
             "query": lambda record, message, now: self._send(
                 record, op="table", request=message["request"], members=self.table(now)
             ),
+            "ask_stack": lambda _, message, now: self._ask_stack(message["rank"], now),
+            "stack": self._stack,
             "bye": lambda record, *_: self._lose(record, "it has left"),
         }
 
@@ -175,7 +183,7 @@ class CoordinatorState:
         self._ticked_at = now
         for record in list(self.members.values()):
             self._judge(record, now)
-        self._end_deadlocks(now)
+        self._diagnose(now)
         for name, scope in self._scopes.items():
             missing = scope.missing[:100]
             if missing and (now - scope.told_at >= _MISSING_S or missing != scope.told):
@@ -197,8 +205,10 @@ class CoordinatorState:
                 "silent_s": round(now - record.heard_at, 3),
                 "connected": record.closed_at is None,
                 "process": record.process,
+                "stack": record.stack,
             }
             for record in self.members.values()
+            if not record.is_observer
         ]
         return sorted(rows, key=lambda row: row["rank"])
 
@@ -251,17 +261,33 @@ class CoordinatorState:
     def _beat(self, record: MemberRecord, message: Message, _: float) -> None:
         record.status, record.process = message["status"], None
 
-    # Liveness
+    # Diagnosis
 
-    def _end_deadlocks(self, now: float) -> None:
-        """Have the waits of ranks end that wait for each other: nothing else would end them."""
-        if now < self._deadlocks_at:
+    def _diagnose(self, now: float) -> None:
+        """Find who holds others up; end the waits of ranks that wait for each other, which nothing else would end."""
+        if now < self._diagnosed_at + _DIAGNOSIS_S:
             return
-        self._deadlocks_at = now + _DEADLOCKS_S
-        if stuck := deadlocked(self.table(now), self._patience_s):
+        self._diagnosed_at, table = now, self.table(now)
+        self.held_up = tuple(diagnose(table, self._lost_ranks))
+        for each in self.held_up:
+            if each.seconds > _STACK_S:
+                self._ask_stack(each.rank, now)
+        if stuck := deadlocked(table, self._patience_s):
             reason = deadlock_text(stuck)
             for row in stuck:
                 self._send(self.members[row["id"]], op="stuck", reason=reason)
+
+    def _ask_stack(self, rank: int, now: float) -> None:
+        """Ask a rank for its stack, unless it was asked a moment ago."""
+        for record in self.members.values():
+            if record.description.rank == rank and now - record.stack_asked_at > _STACK_S:
+                record.stack_asked_at = now
+                self._send(record, op="send_stack")
+
+    def _stack(self, record: MemberRecord, message: Message, _: float) -> None:
+        record.stack = message["text"]
+
+    # Liveness
 
     def _judge(self, record: MemberRecord, now: float) -> None:
         """Lose a member whose process has ended, or that was silent for too long."""
@@ -280,6 +306,9 @@ class CoordinatorState:
         """Go on without a member, for good."""
         member = record.id
         del self.members[member]
+        if record.is_observer:
+            return
+        self._lost_ranks[record.description.rank] = reason
         self._values.drop_member(member)
         for scope in self._scopes.values():
             if scope.missing:  # It may be started again, before the scope is complete.

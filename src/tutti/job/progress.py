@@ -1,10 +1,13 @@
-"""`JobProgress`: the part of a job that reports how far it is. Nothing here communicates."""
+"""`JobProgress`: the part of a job that reports how far it is. Nothing here communicates with other ranks."""
+
+from typing import Any
 
 from tutti.events import EXCHANGE, PULL, EventLog
 from tutti.job.metrics import Metrics
 from tutti.parallel.model_on_mesh import ModelOnMesh
 from tutti.replica import HookedReplica
 from tutti.strategies import Exchange
+from tutti.world import World
 
 
 class JobProgress:
@@ -13,6 +16,7 @@ class JobProgress:
     _model_on_mesh: ModelOnMesh | None
     _replica: HookedReplica
     _exchange: Exchange
+    world: World
     _started_s: float
     _finished: bool
     _was_leader: bool
@@ -43,6 +47,15 @@ class JobProgress:
         """Whether this rank is the first that still trains: the one to report, save or evaluate."""
         first = self._model_on_mesh is None or self._model_on_mesh.is_replica_leader
         return self._was_leader if self._finished else first and self._exchange.is_leader
+
+    def status(self) -> list[dict[str, Any]]:
+        """Return what each rank of the run is doing, as the coordinator knows it: a row per rank, as `tutti status`.
+
+        Any rank may call it, at any time. A row has the rank, its host and process, and under "status" its step, its
+        phase and the ranks that it waits for. Empty in a simulation, for one rank alone, or while no coordinator is
+        there.
+        """
+        return self.world.status()
 
     @property
     def events(self) -> EventLog:

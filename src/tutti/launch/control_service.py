@@ -1,9 +1,15 @@
-"""The coordinator of a run that the launcher serves."""
+"""The coordinator of a run that the launcher serves, and how others on this machine find it."""
+
+import os
+import sys
+from pathlib import Path
 
 from tutti.coordination import Coordinator, Secret
+from tutti.coordination.description import start_time
 from tutti.launch.control_settings import COORDINATOR, ENCRYPT, SECRET, find_patience, find_secret
 from tutti.launch.host import host_id
 from tutti.launch.lab.placement import ProcessPlacement
+from tutti.launch.run_registry import RunningRun, announce
 
 
 def serve_coordinator(placement: ProcessPlacement, environment: dict[str, str]) -> Coordinator:
@@ -19,3 +25,21 @@ def serve_coordinator(placement: ProcessPlacement, environment: dict[str, str]) 
     environment[SECRET] = secret.text
     environment[COORDINATOR] = f"{placement.address}:{made.port}"
     return made
+
+
+def announce_run(coordinator: Coordinator, placement: ProcessPlacement, environment: dict[str, str]) -> Path | None:
+    """Write where the coordinator of this run is, for `tutti status`; return the file, if there is a place for it."""
+    if placement.store_host.namespace is not None:
+        return None  # Its address is inside a lab, where this machine does not reach it.
+    pid = os.getpid()
+    about = RunningRun(
+        pid,
+        start_time(pid),
+        coordinator.address,
+        coordinator.port,
+        environment[SECRET],
+        environment.get(ENCRYPT) != "0",
+        placement.num_workers,
+        " ".join(sys.argv)[:200],
+    )
+    return announce(about)

@@ -99,7 +99,8 @@ def _join(timeout: Duration | None, transport: str | None) -> World:
             joined = connect(membership, kind)
         me = membership.peers[membership.rank]
         numbers = (membership.rank, membership.size, environment.local_rank, me.host)
-        world = World(*numbers, joined, leave=membership.leave, tolerate_loss=SupervisorPipe().tolerate_loss)
+        tolerate_loss = SupervisorPipe().tolerate_loss
+        world = World(*numbers, joined, leave=membership.leave, tolerate_loss=tolerate_loss, status=member.status)
         _leave_at_exit(world)
     # `tutti run --strategy` overrules what the script asks for, without a change to the script.
     if "TUTTI_STRATEGY" in os.environ:

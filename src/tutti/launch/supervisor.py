@@ -36,11 +36,13 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tutti.coordination import Coordinator
 from tutti.errors import StoreLost, WorkerFailed
-from tutti.launch.control_service import serve_coordinator
+from tutti.launch.control_service import announce_run, serve_coordinator
+from tutti.launch.diagnosis_line import DiagnosisLine
 from tutti.launch.fork_client import ForkedProcess, describe_status
 from tutti.launch.lab import namespaces
 from tutti.launch.lab.placement import ProcessPlacement
@@ -103,6 +105,9 @@ class Supervisor:
         self._lost: list[_Worker] = []
         """Workers that failed while the others went on, the first one first."""
         self._coordinator: Coordinator | None = None
+        self._diagnosis = DiagnosisLine()
+        self._announcement: Path | None = None
+        """The file by which `tutti status` finds this run."""
         self._store: Any = None
         """The store of torch's groups, where this process serves it."""
         self._store_process: StoreProcess | None = None
@@ -118,6 +123,7 @@ class Supervisor:
         try:
             # First: their ports are among the variables of every worker.
             self._coordinator = serve_coordinator(self._placement, self._common_environment)
+            self._announcement = announce_run(self._coordinator, self._placement, self._common_environment)
             self._serve_store()
             for rank in range(self._placement.num_workers):
                 self._workers.append(self._start(rank))
@@ -188,6 +194,7 @@ class Supervisor:
             # Output is read in every round, also while workers end: a full pipe would block them.
             self._read(_POLL_S)
             self._kill_evicted()
+            self._diagnosis.update(self._coordinator.held_up if self._coordinator is not None else ())
             failed_before = self._first_failed is not None
             self._note_ends()
             # A store that ends after a failure of an earlier round is not its cause.
@@ -228,6 +235,7 @@ class Supervisor:
                     if self._watch is not None:
                         self._watch(worker.rank, values)
             else:
+                self._diagnosis.clear()
                 worker.outputs[key.fd].write(data)
 
     def _receive_ends(self) -> None:
@@ -331,6 +339,8 @@ class Supervisor:
                 os.close(file)
             os.close(worker.pipe)
         self._selector.close()
+        if self._announcement is not None:
+            self._announcement.unlink(missing_ok=True)
         if self._coordinator is not None:
             self._coordinator.close()
         self._store = None
