@@ -173,6 +173,7 @@ def _of_others(namespace: str) -> bool:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor gives workers no long grace: for a test in which one surely makes no use of it."""
     monkeypatch.setattr(supervisor, "_GRACE_S", 0.3)
+    monkeypatch.setattr(supervisor, "_NOTICE_S", 0.3)
 
 
 @pytest.fixture

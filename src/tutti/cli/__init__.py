@@ -8,6 +8,7 @@ command function imports the rest when it runs, either directly or by importing 
 tests/commands/test_help_is_quick.py fail if the help of a command imports torch.
 """
 
+import errno
 import signal
 import sys
 from types import FrameType
@@ -85,6 +86,14 @@ def main() -> None:
         errors.print(f"[bold red]error:[/] {_escape(_with_notes(error))}", highlight=False)
         # A script can tell a run that trained and missed its target from one that could not train.
         sys.exit(3 if isinstance(error, TargetMissed) else 2)
+    except OSError as error:
+        if error.filename is None and error.errno != errno.ENOSPC:
+            raise  # Not about a file of the user's: a mistake of Tutti's, whose traceback helps.
+        what = f"'{error.filename}'" if error.filename else "a file of this run"
+        errors.print(
+            f"[bold red]error:[/] cannot write or read {_escape(str(what))}: {error.strerror}.", highlight=False
+        )
+        sys.exit(2)
     except _Stopped as stopped:
         print("; ".join(["stopped", *_notes(stopped)]), file=sys.stderr)
         # As a shell reports a command that was interrupted: 128 and the number of SIGINT.

@@ -65,7 +65,11 @@ def run_script(argv: Sequence[str], workers: int | None, environment: dict[str, 
 
     In a lab, `workers` is None or as many as it has places for.
     """
-    Supervisor(Program(argv, modules=modules_for(argv[0])), _placement(workers, lab), environment).run()
+    supervisor = Supervisor(Program(argv, modules=modules_for(argv[0])), _placement(workers, lab), environment)
+    supervisor.run()
+    # The strategy may go on without a worker. Its script has failed all the same, and whoever started it should know.
+    if (failed := supervisor.failed_alone()) is not None:
+        raise failed
 
 
 def run_command(argv: Sequence[str], lab: Lab) -> None:

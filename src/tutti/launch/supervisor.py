@@ -9,7 +9,7 @@ A worker is in one of these states:
 - ended well: status 0 and no failure reported over its pipe;
 - lost: it failed after it had said that the others go on without it (`SupervisorPipe.tolerate_loss`). The rest of its
   process group is killed at once, its result is None;
-- failed: any other end. The run is over: the other workers get `_GRACE_S` to notice and to report, then all are
+- failed: any other end. The run is over: the other workers get `_NOTICE_S` to notice and to report, then all are
   stopped.
 
 A failure that only follows from another rank's (`Failure.knock_on`) is never reported as the cause while another is
@@ -50,8 +50,12 @@ from tutti.launch.output import RankOutput
 from tutti.launch.start import Process, Program, StoreProcess, WorkerStarter, common_environment
 from tutti.launch.supervisor_pipe import Inbox, Watcher
 
+_NOTICE_S = 10.0
+"""How long peers of a failed worker get to notice it and to end by themselves. Those that wait for it notice at once;
+one that saves a model needs the time."""
+
 _GRACE_S = 2.0
-"""How long peers of a failed worker get to notice and report it, and stopped workers to end by themselves."""
+"""How long stopped workers get to end by themselves."""
 
 _POLL_S = 0.05
 """How often ends of workers are looked for, beside the events that announce them."""
@@ -201,7 +205,7 @@ class Supervisor:
             if not failed_before:
                 self._note_end_of_store()
             if (self._first_failed is not None or self._store_end is not None) and deadline is None:
-                deadline = time.monotonic() + _GRACE_S
+                deadline = time.monotonic() + _NOTICE_S
             # The others mostly fail by themselves within the grace, and their own messages say more than a signal
             # would.
             if deadline is not None and time.monotonic() > deadline:
@@ -289,7 +293,10 @@ class Supervisor:
         _signal_group(worker.process.pid, signal.SIGKILL)
         outlook = ": the others go on without it" if len(self._lost) < len(self._workers) else ""
         reason = " ".join((worker.reason() or "failed").split()).rstrip(".")
-        print(f"[rank {worker.rank}] {reason}{outlook}", file=sys.stderr, flush=True)
+        self._diagnosis.clear()
+        # The traceback is printed nowhere else: the run may end well.
+        trace = worker.inbox.failure.traceback if worker.inbox.failure and not worker.knocked_on else ""
+        print(f"{trace}[rank {worker.rank}] {reason}{outlook}", file=sys.stderr, flush=True)
 
     def _watched_reason(self, worker: _Worker) -> str | None:
         """How a worker that has ended failed, after all that it reported has been read; None if it ended well."""
@@ -356,6 +363,8 @@ class Supervisor:
         first = self._failure()
         if first is None:
             return
+        for each in self._diagnosis.last:
+            print(f"tutti: when it failed: {each}", file=sys.stderr)
         # Ranks that failed only because of the first one get a line each; the error to raise is that of the first
         # alone.
         for worker in self._workers:
@@ -367,6 +376,14 @@ class Supervisor:
         status = first.process.poll() or 0
         trace = first.inbox.failure.traceback if first.inbox.failure else ""
         raise WorkerFailed(first.rank, first.reason() or "failed", trace, 128 - status if status < 0 else status)
+
+    def failed_alone(self) -> WorkerFailed | None:
+        """The error of a worker whose own code failed, after a run that went on without it; None if there is none."""
+        for worker in self._lost:
+            if worker.inbox.failure is not None and not worker.knocked_on:
+                reason = f"{worker.inbox.failure.reason}; the others have finished without it"
+                return WorkerFailed(worker.rank, reason)
+        return None
 
     def _failure(self) -> _Worker | None:
         """Whose failure is the whole run's."""
