@@ -34,9 +34,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/tutti train digits --workers 2 --check
 
-# Tests of labs that come and go, and of killed workers, have the machine to themselves. The others share two cores.
+# Tests of labs that come and go, and of killed workers, have the machine to themselves. The others share two cores, by
+# three processes: with two, a fifth of the cores' time was idle, while tests waited for time limits and for each other.
 test: $(STAMP)
-	$(BIN)/pytest --ignore=tests/integration -n 2 --dist worksteal
+	$(BIN)/pytest --ignore=tests/integration -n 3 --dist worksteal
 	$(BIN)/pytest tests/integration
 
 # For the inner loop: one process, no launches.

@@ -37,9 +37,9 @@ TIMEOUT = timedelta(seconds=20)
 def one_core() -> Iterator[None]:
     """Run this thread, and threads that it starts, on the core where it is now.
 
-    Ranks that are threads have one GIL, which torch releases in every operation. On two cores, a waiting thread then
-    wakes up and takes it, so each operation has two switches between threads: that is half of the time of such tests.
-    On one core the thread has the GIL again before another wakes up.
+    Ranks that are threads have one GIL, which torch releases in every operation. On two cores, a waiting thread may
+    wake up and take it each time, so that every operation has two switches between threads. On one core the thread
+    has the GIL again before another wakes up.
     """
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {ctypes.CDLL(None).sched_getcpu()})
