@@ -27,7 +27,7 @@ def run(
     ] = None,
     timeout: Annotated[
         str | None,
-        typer.Option(metavar="DURATION", help="Time to wait for a rank before giving up: seconds, or 40s, 5m, 1h."),
+        typer.Option(metavar="DURATION", help="Time to wait for ranks to start: seconds, or 40s, 5m, 1h."),
     ] = None,
     lab: LabText = None,
     spawn: Annotated[

@@ -30,7 +30,7 @@ def launch(
     Args:
         function: importable by name, as for `multiprocessing`; it calls `tutti.init()` itself.
         workers: 2 by default; in a lab, as many as it has places for, and no other number.
-        timeout: how long a worker waits for the others before it gives up: seconds, "40s" or a timedelta.
+        timeout: how long workers wait for the others to start: seconds, "40s" or a timedelta.
         transport: as for `tutti.init`.
         watch: called with a rank and what it reported by `tutti.launch.supervisor_pipe.SupervisorPipe.progress`.
         lab: run them on its hosts, from `tutti.lab(...)`.
