@@ -23,7 +23,10 @@ CASES_OF: dict[str, tuple[str, ...]] = {
     "sum losses": ("sum_loss_expected",),
     "second derivatives": ("gradient_penalty",),
     "accumulation": ("accumulation", "accumulation_with_no_sync", "two_losses_two_backwards", "zero_grad_forgotten"),
-    "averaged weights": ("ema_by_averaged_model", "ema_updated_in_consensus"),
+    "averaged weights": (
+        "ema_by_averaged_model", "ema_updated_in_consensus", "ema_swapped_in", "ema_swapped_in_through_data",
+        "ema_swapped_in_late",
+    ),
     "schedulers": (
         "scheduler_by_step", "scheduler_of_momentum_too", "plateau_scheduler_on_the_mean_loss",
         "learning_rate_set_by_hand",
