@@ -255,7 +255,7 @@ def _with_swapped_ema(script: Script, through_data: bool, first: int) -> nn.Modu
     """Evaluate the average of the weights in the model itself, and put the weights back before the next step."""
     model = net()
     optimizer = sgd(model)
-    job = script.distribute(model, optimizer)
+    script.distribute(model, optimizer)
     average = [p.detach().clone() for p in model.parameters()]
 
     def write(values: list[Tensor]) -> None:

@@ -35,6 +35,7 @@ COLUMNS: Mapping[str, Column] = {
     "servers": Column("ps:bsp"),
     "servers, compressed": Column("ps:bsp+onebit"),
     "stale servers": Column("ps:ssp=1"),
+    "asynchronous servers": Column("ps:async"),
     "mesh": Column("ring", Mesh(tensor=2)),
 }
 """By the title in the documentation's table."""

@@ -72,7 +72,7 @@ class Contribution:
         self.num_exchanges = 0
         """Exchanges so far."""
         self.num_summed = 0
-        """What each rank multiplies gradients of a loss that is a sum by, so that the exchange gives their sum over ranks.
+        """What each rank multiplies gradients by if the loss is a sum, so that the exchange gives their sum over ranks.
 
         It is the number of ranks where the exchange makes means, and 1 where it adds up; 0 where the loss is a mean.
         Every exchange then has the weight 1: gradients of sums say themselves what they weigh.

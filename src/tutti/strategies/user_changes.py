@@ -49,12 +49,12 @@ class UserChanges:
         self._handle = model.register_forward_pre_hook(_CheckBeforeForward(self)) if remedy else None
         self.record()
 
-    def record(self) -> None:
-        """Remember the parameters as they are now."""
+    def record(self, keep_values: bool = False) -> None:
+        """Remember the parameters as they are now; with `keep_values`, also what they are, whatever the step."""
         self._versions = [slot.tensor._version for slot in self._slots]
         self._num_records += 1
         self._evaluated = []
-        by_value = self._keeps_values or self._num_records <= _NUM_COMPARED_BY_VALUE
+        by_value = keep_values or self._keeps_values or self._num_records <= _NUM_COMPARED_BY_VALUE
         self._values = [slot.tensor.detach().clone() for slot in self._slots] if by_value else []
 
     def changed(self) -> list[Slot]:

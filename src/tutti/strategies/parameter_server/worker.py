@@ -85,7 +85,7 @@ class ParameterServerWorker(Exchange):
             # Before the waits, whose hooks load parameters: hooks run in the order of registration.
             remedy = SUPPORT["changed parameters"].text
             self._user_changes = UserChanges(self.replica.model, self.replica.slots, self.transport.world_rank, remedy)
-            refuse = partial(_refuse_load, self.transport.world_rank)
+            refuse = partial(refuse_optimizer_load, self.transport.world_rank)
             self._handles.append(self.replica.optimizer.register_load_state_dict_pre_hook(refuse))
             self._forward_waits = ForwardWaits(self.replica, self._wait_for_slots) if self._strategy.overlap else None
         self.replica.listen(self, to="gradients")
@@ -197,6 +197,11 @@ class ParameterServerWorker(Exchange):
         if self._user_changes is not None and not (taken and self._user_changes.changed()):
             self._user_changes.check()
 
+    def _parameters_loaded(self) -> None:
+        """Parameters were loaded outside of a step. The user may use others until the next one, and puts these back."""
+        if self._user_changes is not None:
+            self._user_changes.record(keep_values=True)
+
     def restore_local(self) -> None:
         if self._user_state is not None:
             self._user_state.clear()
@@ -220,8 +225,8 @@ class ParameterServerWorker(Exchange):
         self._unpushed.clear()
 
 
-def _refuse_load(rank: int, *_: Any) -> None:
-    """The user loads the state of the optimiser."""
+def refuse_optimizer_load(rank: int, *_: Any) -> None:
+    """Raise `ConfigError`: the user loads a state into the optimiser. A hook of its `load_state_dict`."""
     raise ConfigError(
         f"rank {rank}: optimizer.load_state_dict after tutti.distribute: servers hold the optimiser's state and would "
         "not see it. Load the state before distribute."

@@ -137,16 +137,19 @@ class SharedMemoryWorker(ParameterServerWorker):
         else:
             self._wait_for_all()
             self._membership.barrier(call=call)
+        self._parameters_loaded()
 
     def leave(self) -> None:
         self._expect_new_parameters()
         self._wait_for_all()
         self._membership.leave()
+        self._parameters_loaded()
 
     def join(self) -> None:
         self._expect_new_parameters()
         self._membership.join()
         self._wait_for_all()
+        self._parameters_loaded()
 
     def finish(self) -> None:
         self.consensus(optimizer=True, call=FINISH)

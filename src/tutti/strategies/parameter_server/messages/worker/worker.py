@@ -84,6 +84,7 @@ class MessageWorker(ParameterServerWorker):
         if optimizer and self._user_state is not None:
             self._user_state.fill(self._requests.fetch_states(self.replica.slots))
             self._pull_all(RequestKind.BARRIER)  # No worker pushes again before all have read.
+        self._parameters_loaded()
 
     def leave(self) -> None:
         """Take no part until `join`: the others go on without this worker.
@@ -95,12 +96,14 @@ class MessageWorker(ParameterServerWorker):
         self._wait_for_pending()
         if not self._strategy.clips_means:
             self._requests.send_to_all(RequestKind.LEAVE)
+        self._parameters_loaded()
 
     def join(self) -> None:
         """Take part again, from the servers' present versions."""
         self._expect_new_parameters()
         if not self._strategy.clips_means:
             self._pull_all(RequestKind.JOIN)
+        self._parameters_loaded()
 
     def finish(self) -> None:
         self.consensus()  # Every worker is here: no server has an update left to apply.
