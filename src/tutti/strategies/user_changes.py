@@ -97,6 +97,12 @@ class UserChanges:
             self._handle.remove()
 
 
+def record_loaded(changes: UserChanges | None) -> None:
+    """Parameters were loaded outside of a step: the user may use others until the next one, and puts these back."""
+    if changes is not None:
+        changes.record(keep_values=True)
+
+
 class _CheckBeforeForward(OwnedHook):
     """The hook of one model; its copies do without it."""
 

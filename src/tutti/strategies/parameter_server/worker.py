@@ -32,9 +32,9 @@ from tutti.errors import ConfigError, NonFiniteLoss
 from tutti.events import EXCHANGE, Event
 from tutti.replica import Bucket, Replica
 from tutti.replica.buckets import Slot
+from tutti.replica.samples import ADD_UP
 from tutti.strategies.base import Exchange
 from tutti.strategies.parameter_server.forward_waits import ForwardWaits
-from tutti.strategies.parameter_server.ledger import ADD_UP
 from tutti.strategies.parameter_server.optimizer_options import OptimizerOptions
 from tutti.strategies.parameter_server.push_timing import PushTiming
 from tutti.strategies.parameter_server.shard_optimizer import reject_closure
@@ -50,14 +50,15 @@ if TYPE_CHECKING:
 class ParameterServerWorker(Exchange):
     """Pushes gradients, keeps this rank's optimiser from stepping, and loads what the servers made."""
 
+    # Only servers know whose updates a step is made of: workers learn of a lost one later, and at different times.
+    adds_up = True
+
     def __init__(self, replica: Replica, transport: Transport, strategy: "ParameterServer") -> None:
         super().__init__(replica, transport)
         self._strategy, self._consistency = strategy, strategy.consistency
         self._rank = transport.rank
         self._weight = 1.0
         """Samples in the current batch, or `ADD_UP`."""
-        self._adds_up = False
-        """Whether servers add gradients up, because the loss is a sum."""
         self._num_backwards = 0
         """Backward passes since the last step."""
         self._options_reader = OptimizerOptions(replica.optimizer)
@@ -131,7 +132,7 @@ class ParameterServerWorker(Exchange):
             self._request_stop()
             raise NonFiniteLoss(self.transport.world_rank, [self.transport.world_rank], self.replica.steps)
         # Gradients accumulate over backward passes, and so do the samples behind them.
-        self._weight = ADD_UP if self._adds_up else weight + (self._weight if self._num_backwards else 0.0)
+        self._weight = weight if weight == ADD_UP else weight + (self._weight if self._num_backwards else 0.0)
         if not self._timing.waits_for_step:
             # Pushes begin within this backward pass: options that change later count from the next iteration on.
             self._options = self._options_reader.read()
@@ -144,11 +145,6 @@ class ParameterServerWorker(Exchange):
             self._unpushed.append(bucket)
         else:
             self._push(bucket, 0.0)
-
-    def add_up_gradients(self) -> bool:
-        # Only servers know whose updates a step is made of: workers learn of a lost one later, and at different times.
-        self._adds_up = True
-        return True
 
     def backward_done(self) -> None:
         self._num_backwards += 1
@@ -196,11 +192,6 @@ class ParameterServerWorker(Exchange):
         """Parameters are about to be loaded outside of a step: refuse what the user changed, unless it is `taken`."""
         if self._user_changes is not None and not (taken and self._user_changes.changed()):
             self._user_changes.check()
-
-    def _parameters_loaded(self) -> None:
-        """Parameters were loaded outside of a step. The user may use others until the next one, and puts these back."""
-        if self._user_changes is not None:
-            self._user_changes.record(keep_values=True)
 
     def restore_local(self) -> None:
         if self._user_state is not None:
