@@ -251,6 +251,49 @@ def ema_updated_in_consensus(script: Script) -> nn.Module:
     return ema.module
 
 
+def _with_swapped_ema(script: Script, through_data: bool, first: int) -> nn.Module:
+    """Evaluate the average of the weights in the model itself, and put the weights back before the next step."""
+    model = net()
+    optimizer = sgd(model)
+    script.distribute(model, optimizer)
+    average = [p.detach().clone() for p in model.parameters()]
+
+    def write(values: list[Tensor]) -> None:
+        for p, value in zip(model.parameters(), values, strict=True):
+            (p.data if through_data else p).copy_(value)
+
+    for number, (x, y) in enumerate(script.batches()):
+        step(model, optimizer, x, y)
+        with torch.no_grad():
+            for mean, p in zip(average, model.parameters(), strict=True):
+                mean.lerp_(p, 0.5)
+            if number < first:
+                continue
+            before = [p.detach().clone() for p in model.parameters()]
+            write(average)
+            model.eval()
+            output = model(x)
+            if script.mesh is None:  # There this rank has parts of the weights.
+                weights = dict(zip(dict(model.named_parameters()), average, strict=True))
+                expected = torch.func.functional_call(net(), weights, (x,))
+                assert torch.equal(output, expected), "the evaluation sees other weights"
+            model.train()
+            write(before)
+    return model
+
+
+def ema_swapped_in(script: Script) -> nn.Module:
+    return _with_swapped_ema(script, through_data=False, first=0)
+
+
+def ema_swapped_in_through_data(script: Script) -> nn.Module:
+    return _with_swapped_ema(script, through_data=True, first=0)
+
+
+def ema_swapped_in_late(script: Script) -> nn.Module:
+    return _with_swapped_ema(script, through_data=False, first=4)
+
+
 # Learning rates.
 
 

@@ -105,7 +105,9 @@ class Script:
     @property
     def num_parts(self) -> int:
         """Parts that each batch is divided into: ranks that hold one model together get the whole batch."""
-        return 1 if self.world is None or self.mesh is not None else self.world.size
+        if self.world is None:
+            return 1
+        return self.world.size if self.mesh is None else self.mesh.data
 
     @property
     def steps_by_mean_gradient(self) -> bool:
@@ -116,13 +118,17 @@ class Script:
             for p in model.parameters():
                 self.initial.setdefault(p, p.detach().clone())
             return _NoJob(model)
+        if self.strategy == "ps:async":  # Every update is a step, so that there are twice as many: at half the rate.
+            parse(self.strategy).learning_rate(NUM_RANKS).apply(optimizer)
         job = distribute(model, optimizer, self.strategy, world=self.world, mesh=self.mesh, **options)
         self.jobs.append(job)
         return job
 
     def part(self, tensor: Tensor) -> Tensor:
         """This rank's rows."""
-        return tensor.tensor_split(self.num_parts)[self.rank % self.num_parts]
+        # Adjacent ranks split the layers of one replica.
+        replica = self.rank // (1 if self.mesh is None else self.mesh.tensor)
+        return tensor.tensor_split(self.num_parts)[replica % self.num_parts]
 
     def batches(self, first: int = 0, last: int = STEPS) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's part of the batches of these steps."""
@@ -158,7 +164,9 @@ def run_case(case: Case, column: Column, transport: str = "shared_memory", toler
             raise
         return _parameters(model), _buffers(model)
 
-    results = run_threads(rank, size=NUM_RANKS, transport=transport, timeout=TIMEOUT)
+    results = run_threads(
+        rank, size=NUM_RANKS if column.mesh is None else column.mesh.size, transport=transport, timeout=TIMEOUT
+    )
     errors = [result for result in results if isinstance(result, BaseException)]
     if errors:
         return _judge_errors(errors)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tutti.parallel import Mesh
 from tutti.parallel.support import SUPPORT as ON_A_MESH
 from tutti.strategies import Strategy, parse
-from tutti.strategies.compatibility import Support
+from tutti.strategies.compatibility import WORKS, Support
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,9 @@ COLUMNS: Mapping[str, Column] = {
     "servers": Column("ps:bsp"),
     "servers, compressed": Column("ps:bsp+onebit"),
     "stale servers": Column("ps:ssp=1"),
+    "asynchronous servers": Column("ps:async"),
     "mesh": Column("ring", Mesh(tensor=2)),
+    "mesh, replicated": Column("ring", Mesh(data=2, tensor=2)),
 }
 """By the title in the documentation's table."""
 
@@ -43,5 +45,8 @@ COLUMNS: Mapping[str, Column] = {
 def support(technique: str, strategy: Strategy, mesh: Mesh | None) -> Support:
     """Return how a technique of `TECHNIQUES` works under a strategy, between the replicas of a mesh if there is one."""
     under_strategy = strategy.support(technique)
-    is_split = mesh is not None and mesh.tensor * mesh.pipe > 1
-    return ON_A_MESH.get(technique, under_strategy) if is_split else under_strategy
+    if mesh is None or mesh.tensor * mesh.pipe == 1:
+        return under_strategy
+    on_mesh = ON_A_MESH.get(technique, under_strategy)
+    # What ranks that split a model do without trouble, its replicas may still have to do in another way.
+    return under_strategy if mesh.data > 1 and on_mesh == WORKS else on_mesh

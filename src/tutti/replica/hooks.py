@@ -33,7 +33,7 @@ from tutti.replica.factors import Catcher, FactoredLayer
 from tutti.replica.loss_scaling import LossScaling
 from tutti.replica.owned_hooks import OwnedHook
 from tutti.replica.replica import Checks, EventScope, Listener, Replica
-from tutti.replica.samples import Contribution, SampleCounts
+from tutti.replica.samples import ADD_UP, Contribution, SampleCounts
 from tutti.replica.step_checks import StepChecks
 
 
@@ -100,8 +100,12 @@ class HookedReplica(Replica):
             hook = self._backward.gradient_hook(slot) if to == "gradients" else self._counting_hook()
             self._handles.append(slot.tensor.register_post_accumulate_grad_hook(hook))
 
-    def sum_gradients(self, multiple: int) -> None:
-        """Prepare gradients of a loss that is a sum over samples: each rank sends this multiple of its own."""
+    def sum_gradients(self, num_ranks: int, adds_up: bool) -> None:
+        """Add up gradients over ranks, for a loss that is a sum over samples.
+
+        Where the exchange `adds_up` itself, its weight says so. Otherwise each rank sends a multiple, whose mean is the
+        sum.
+        """
         replica_ref = ref(self)
 
         def scale(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
@@ -114,7 +118,8 @@ class HookedReplica(Replica):
             accumulator: Any = torch.autograd.graph.get_gradient_edge(slot.tensor).node
             self._handles.append(accumulator.register_prehook(scale))
             self._accumulators.append(accumulator)
-        self.contribution.num_summed = multiple
+        self.contribution.num_summed = 1 if adds_up else num_ranks
+        self.contribution.sum_weight = ADD_UP if adds_up else 1.0
 
     def take_samples(self) -> float:
         weight = self.contribution.take()

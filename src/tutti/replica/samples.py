@@ -13,6 +13,10 @@ SHARD_SETTINGS = ("the number of samples", "batch_size", "drop_last", "seed")
 """Settings of `shard` that must be equal on all ranks."""
 
 
+ADD_UP = -2.0
+"""Weight of gradients that are to be added up over ranks, and not averaged. All ranks give it, or none does."""
+
+
 class SampleCounts:
     """The batches that `shard` gave out, for the replicas of a world: their number, and the size of the last one."""
 
@@ -72,11 +76,13 @@ class Contribution:
         self.num_exchanges = 0
         """Exchanges so far."""
         self.num_summed = 0
-        """What each rank multiplies gradients of a sum by, so that the exchange gives their sum over ranks.
+        """What each rank multiplies gradients by if the loss is a sum, so that the exchange gives their sum over ranks.
 
         It is the number of ranks where the exchange makes means, and 1 where it adds up; 0 where the loss is a mean.
-        Every exchange then has the weight 1: gradients of sums say themselves what they weigh.
+        Gradients of sums say themselves what they weigh, so that all exchanges then have the same weight.
         """
+        self.sum_weight = 1.0
+        """The weight of every exchange if the loss is a sum: 1, or `ADD_UP`."""
 
     def add(self, num_samples: float) -> None:
         """State samples of the next exchange; NaN asks every rank to stop."""
@@ -126,7 +132,7 @@ class Contribution:
         weight = self.last_weight if self._counted is None else self._counted
         weight = weight if self._stated is None else self._stated
         if self.num_summed and not isnan(weight):
-            weight = 1.0
+            weight = self.sum_weight
         self._stated, self._counted, self._counted_batch, self.last_weight = None, None, False, weight
         return weight
 

@@ -35,6 +35,8 @@ class Exchange:
 
     equal_after_steps: bool = False
     """Whether all ranks hold the same parameters after every step, and take the same backward passes together."""
+    adds_up: bool = False
+    """Whether it adds gradients up over ranks where their weight is `ADD_UP`; otherwise it makes means only."""
     cost: Callable[[Profile, Placement], CommunicationCost] | None = None
     """Replaces `Strategy.cost` in a running job, for an exchange that decided something in its first steps and keeps to
     it; None if the strategy's own formula holds."""
@@ -111,10 +113,6 @@ class Exchange:
     @property
     def tolerates_loss(self) -> bool:
         """Whether the other ranks continue when this one is lost."""
-        return False
-
-    def add_up_gradients(self) -> bool:
-        """Add gradients up over ranks from now on, in place of their mean; False if this exchange makes means only."""
         return False
 
     def leave(self) -> None:

@@ -3,6 +3,9 @@
 Servers send their parameters before the next forward pass, so a change by hand would be lost without a word. Peers add
 up the changes of all ranks, so it would count once for every rank. The check runs in the first forward pass after a
 step, or in the first call that writes parameters: until then nothing of Tutti's does.
+
+Forward passes without gradients are evaluations. Other weights may be in the model for them, such as an average over
+steps, if the parameters are put back before the next pass with gradients.
 """
 
 from collections.abc import Sequence
@@ -21,10 +24,12 @@ _NUM_COMPARED_BY_VALUE = 3
 
 
 class UserChanges:
-    """Remembers parameters as the last step left them, and refuses others in the next forward pass.
+    """Remembers parameters as the last step left them, and refuses others in the next forward pass with gradients.
 
     A change in place gives a tensor another version. Changes through `p.data` do not, so values are compared as well in
-    the first passes.
+    the first passes. Where a script evaluates with other weights, values are kept from then on, because parameters that
+    were put back have another version too. For the first such evaluation there may be none: then other weights count as
+    put back as soon as the model holds anything else.
     """
 
     def __init__(self, model: nn.Module, slots: Sequence[Slot], rank: int, remedy: str) -> None:
@@ -38,26 +43,45 @@ class UserChanges:
         self._versions: list[int] | None = None
         self._values: list[Tensor] = []
         self._num_records = 0
+        self._evaluated: list[Tensor] = []
+        """What the parameters were in an evaluation since the last step, if that is not what the step left."""
+        self._keeps_values = False
         self._handle = model.register_forward_pre_hook(_CheckBeforeForward(self)) if remedy else None
         self.record()
 
-    def record(self) -> None:
-        """Remember the parameters as they are now."""
+    def record(self, keep_values: bool = False) -> None:
+        """Remember the parameters as they are now; with `keep_values`, also what they are, whatever the step."""
         self._versions = [slot.tensor._version for slot in self._slots]
         self._num_records += 1
-        by_value = self._num_records <= _NUM_COMPARED_BY_VALUE
+        self._evaluated = []
+        by_value = keep_values or self._keeps_values or self._num_records <= _NUM_COMPARED_BY_VALUE
         self._values = [slot.tensor.detach().clone() for slot in self._slots] if by_value else []
 
     def changed(self) -> list[Slot]:
         """Return the parameters that are not as `record` found them. Asked once: Tutti may write them then."""
-        versions, self._versions = self._versions, None
-        if versions is None:
-            return []
-        # Versions cost nothing to read, so they are compared in every step; values only after the first few.
-        changed = [slot for slot, version in zip(self._slots, versions, strict=True) if slot.tensor._version != version]
-        # Not strict: there are values in the first passes only.
-        changed += [s for s, value in zip(self._slots, self._values, strict=False) if not _same(s.tensor, value)]
+        changed = self._changed()
+        self._versions = None
         return changed
+
+    def _changed(self) -> list[Slot]:
+        if self._versions is None:
+            return []
+        if self._values:  # Values that are the same were put back, whatever their versions are.
+            return [s for s, value in zip(self._slots, self._values, strict=True) if not _same(s.tensor, value)]
+        # Versions cost nothing to read, so they are compared in every step.
+        slots = zip(self._slots, self._versions, strict=True)
+        changed = [slot for slot, version in slots if slot.tensor._version != version]
+        evaluated = zip(self._slots, self._evaluated, strict=False)
+        # One that is not what it was in the evaluation was put back; others may be equal in both.
+        return [] if any(not _same(slot.tensor, value) for slot, value in evaluated) else changed
+
+    def before_forward(self) -> None:
+        """Check before a forward pass with gradients; before an evaluation, note that there are other weights."""
+        if torch.is_grad_enabled():
+            self.check()
+        elif not self._evaluated and self._changed():
+            self._evaluated = [slot.tensor.detach().clone() for slot in self._slots]
+            self._keeps_values = True
 
     def check(self) -> None:
         """Raise `ConfigError` if a parameter is not as `record` found it. Checks once, as `changed`."""
@@ -73,6 +97,12 @@ class UserChanges:
             self._handle.remove()
 
 
+def record_loaded(changes: UserChanges | None) -> None:
+    """Parameters were loaded outside of a step: the user may use others until the next one, and puts these back."""
+    if changes is not None:
+        changes.record(keep_values=True)
+
+
 class _CheckBeforeForward(OwnedHook):
     """The hook of one model; its copies do without it."""
 
@@ -82,7 +112,7 @@ class _CheckBeforeForward(OwnedHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         # Not while torch.compile traces the model: the check looks at real tensors, and is no part of the graph.
         if not torch.compiler.is_compiling() and (changes := self._changes()) is not None:
-            changes.check()
+            changes.before_forward()
 
 
 def _same(tensor: Tensor, value: Tensor) -> bool:

@@ -32,8 +32,7 @@ def expect(
                 f"same_batches={by_rank[0][2]}, rank {rank} gave loss={said[0]!r} and same_batches={said[1]}."
             )
     if loss == "sum":
-        # Where the exchange does not add gradients up itself, each rank sends a multiple, of which it makes the mean.
-        replica.sum_gradients(1 if exchange.add_up_gradients() else world.size)
+        replica.sum_gradients(world.size, exchange.adds_up)
     if replica.checks is not None:
         replica.checks.allow(any_loss=loss is not None, same_batches=same_batches)
 

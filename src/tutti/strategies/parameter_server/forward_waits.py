@@ -31,7 +31,10 @@ class ForwardWaits:
         self._slots: dict[nn.Module, list[Slot]] = {}
         self._called: set[nn.Module] = set()
         """Modules whose forward pass has run since the last `take_uncalled`."""
-        self._handles = []
+        self._in_iteration = False
+        """Whether a forward pass with gradients has begun since the last `take_uncalled`."""
+        # Before the hooks of modules, of which the model may be one.
+        self._handles = [replica.model.register_forward_pre_hook(_ModelPreHook(self))]
         for module in replica.model.modules():
             tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
             if module_slots := [slots[id(tensor)] for tensor in tensors if id(tensor) in slots]:
@@ -39,11 +42,23 @@ class ForwardWaits:
                 self._handles.append(module.register_forward_pre_hook(_ForwardPreHook(self)))
 
     def before_forward(self, module: nn.Module) -> None:
-        """Wait for the slots of a module that is about to compute."""
+        """Wait for the slots of a module that is about to compute, unless it is for an evaluation.
+
+        An evaluation between steps loads nothing: the user may have other weights in the model for it, such as an
+        average over steps, and puts back what was there before. Within an iteration, passes without gradients are part
+        of it (activation checkpointing).
+        """
+        if not self._in_iteration and not torch.is_grad_enabled():
+            return
+        self._in_iteration = True
         # Also where nothing is pending: `take_uncalled` wants to know which hooks run at all.
         self._called.add(module)
         if (wait_for := self._wait_for()) is not None:
             wait_for(self._slots[module])
+
+    def before_model(self) -> None:
+        """Note that a forward pass of the whole model begins."""
+        self._in_iteration = self._in_iteration or torch.is_grad_enabled()
 
     def take_uncalled(self) -> list[Slot]:
         """Return the slots whose modules were not called since the last call of this method.
@@ -51,6 +66,7 @@ class ForwardWaits:
         Such parameters are used without their module's forward pass (`F.linear(x, layer.weight)`), so no hook can wait
         for them: the worker has to wait for them before the next iteration.
         """
+        self._in_iteration = False
         # The usual case, without building sets: every module was called.
         if len(self._called) == len(self._slots):
             self._called.clear()
@@ -64,6 +80,17 @@ class ForwardWaits:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+
+
+class _ModelPreHook(OwnedHook):
+    """The hook of the whole model; copies of it do without it."""
+
+    def __init__(self, waits: ForwardWaits) -> None:
+        self._waits = ref(waits)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not torch.compiler.is_compiling() and (waits := self._waits()) is not None:
+            waits.before_model()
 
 
 class _ForwardPreHook(OwnedHook):

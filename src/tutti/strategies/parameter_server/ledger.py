@@ -31,9 +31,6 @@ from typing import Any
 
 from tutti.strategies.parameter_server.consistency import Consistency
 
-ADD_UP = -1.0
-"""Weight of gradients that are added up, because the loss is a sum over samples. All workers push it, or none does."""
-
 
 @dataclass(eq=False)
 class Update:

@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from tutti.errors import ConfigError
 from tutti.replica import Bucket
 from tutti.replica.buckets import Slot, like
+from tutti.replica.samples import ADD_UP
 from tutti.strategies.parameter_server.consistency import Consistency
-from tutti.strategies.parameter_server.ledger import ADD_UP, Update
+from tutti.strategies.parameter_server.ledger import Update
 from tutti.strategies.parameter_server.optimizer_options import OptimizerOptions
 from tutti.strategies.parameter_server.shards import ParameterShard, ShardSegment
 from tutti.strategies.parameter_server.support import SUPPORT

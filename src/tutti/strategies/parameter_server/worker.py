@@ -32,9 +32,9 @@ from tutti.errors import ConfigError, NonFiniteLoss
 from tutti.events import EXCHANGE, Event
 from tutti.replica import Bucket, Replica
 from tutti.replica.buckets import Slot
+from tutti.replica.samples import ADD_UP
 from tutti.strategies.base import Exchange
 from tutti.strategies.parameter_server.forward_waits import ForwardWaits
-from tutti.strategies.parameter_server.ledger import ADD_UP
 from tutti.strategies.parameter_server.optimizer_options import OptimizerOptions
 from tutti.strategies.parameter_server.push_timing import PushTiming
 from tutti.strategies.parameter_server.shard_optimizer import reject_closure
@@ -50,14 +50,15 @@ if TYPE_CHECKING:
 class ParameterServerWorker(Exchange):
     """Pushes gradients, keeps this rank's optimiser from stepping, and loads what the servers made."""
 
+    # Only servers know whose updates a step is made of: workers learn of a lost one later, and at different times.
+    adds_up = True
+
     def __init__(self, replica: Replica, transport: Transport, strategy: "ParameterServer") -> None:
         super().__init__(replica, transport)
         self._strategy, self._consistency = strategy, strategy.consistency
         self._rank = transport.rank
         self._weight = 1.0
         """Samples in the current batch, or `ADD_UP`."""
-        self._adds_up = False
-        """Whether servers add gradients up, because the loss is a sum."""
         self._num_backwards = 0
         """Backward passes since the last step."""
         self._options_reader = OptimizerOptions(replica.optimizer)
@@ -85,7 +86,7 @@ class ParameterServerWorker(Exchange):
             # Before the waits, whose hooks load parameters: hooks run in the order of registration.
             remedy = SUPPORT["changed parameters"].text
             self._user_changes = UserChanges(self.replica.model, self.replica.slots, self.transport.world_rank, remedy)
-            refuse = partial(_refuse_load, self.transport.world_rank)
+            refuse = partial(refuse_optimizer_load, self.transport.world_rank)
             self._handles.append(self.replica.optimizer.register_load_state_dict_pre_hook(refuse))
             self._forward_waits = ForwardWaits(self.replica, self._wait_for_slots) if self._strategy.overlap else None
         self.replica.listen(self, to="gradients")
@@ -131,7 +132,7 @@ class ParameterServerWorker(Exchange):
             self._request_stop()
             raise NonFiniteLoss(self.transport.world_rank, [self.transport.world_rank], self.replica.steps)
         # Gradients accumulate over backward passes, and so do the samples behind them.
-        self._weight = ADD_UP if self._adds_up else weight + (self._weight if self._num_backwards else 0.0)
+        self._weight = weight if weight == ADD_UP else weight + (self._weight if self._num_backwards else 0.0)
         if not self._timing.waits_for_step:
             # Pushes begin within this backward pass: options that change later count from the next iteration on.
             self._options = self._options_reader.read()
@@ -144,11 +145,6 @@ class ParameterServerWorker(Exchange):
             self._unpushed.append(bucket)
         else:
             self._push(bucket, 0.0)
-
-    def add_up_gradients(self) -> bool:
-        # Only servers know whose updates a step is made of: workers learn of a lost one later, and at different times.
-        self._adds_up = True
-        return True
 
     def backward_done(self) -> None:
         self._num_backwards += 1
@@ -220,8 +216,8 @@ class ParameterServerWorker(Exchange):
         self._unpushed.clear()
 
 
-def _refuse_load(rank: int, *_: Any) -> None:
-    """The user loads the state of the optimiser."""
+def refuse_optimizer_load(rank: int, *_: Any) -> None:
+    """Raise `ConfigError`: the user loads a state into the optimiser. A hook of its `load_state_dict`."""
     raise ConfigError(
         f"rank {rank}: optimizer.load_state_dict after tutti.distribute: servers hold the optimiser's state and would "
         "not see it. Load the state before distribute."

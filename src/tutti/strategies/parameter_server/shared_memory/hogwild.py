@@ -22,6 +22,7 @@ steps that others began between the worker's last read and its own step.
 """
 
 from collections import Counter
+from functools import partial
 from math import isnan, sqrt
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,9 @@ from tutti.strategies.parameter_server.shared_memory.worker_registry import (
     RegistryCounters,
     WorkerRegistry,
 )
+from tutti.strategies.parameter_server.support import SUPPORT
+from tutti.strategies.parameter_server.worker import refuse_optimizer_load
+from tutti.strategies.user_changes import UserChanges
 
 if TYPE_CHECKING:
     from tutti.strategies.parameter_server.strategy import ParameterServer
@@ -104,7 +108,14 @@ class HogwildWorker(Exchange):
         self._has_lock = False
         # A step writes all parameters and reads them back.
         self._bytes_per_step = 2 * sum(view.nbytes for view in self._shared_parameters)
-        self._handles = [replica.optimizer.register_step_pre_hook(reject_closure)]
+        refuse = partial(refuse_optimizer_load, transport.world_rank)
+        self._handles = [
+            replica.optimizer.register_step_pre_hook(reject_closure),
+            replica.optimizer.register_load_state_dict_pre_hook(refuse),
+        ]
+        # A step is taken on the shared parameters: what the user has changed in the private copy would be lost.
+        remedy = SUPPORT["changed parameters"].text
+        self._user_changes = UserChanges(replica.model, replica.slots, transport.world_rank, remedy)
         replica.listen(self, to="samples")
 
     def _release_lock_of(self, worker: int) -> None:
@@ -190,6 +201,7 @@ class HogwildWorker(Exchange):
         self._flags.counters[self._clock_counters[self._rank]] = self._clock
         self._base_version = version
         self.events.record(Event(EXCHANGE, self._started_s, self._started_s, self._bytes_per_step))
+        self._user_changes.record()
 
     def _scale_gradients(self, factor: float) -> None:
         """Scale the gradients by `factor`, and clip them if the strategy says so."""
@@ -219,6 +231,7 @@ class HogwildWorker(Exchange):
 
     def consensus(self, optimizer: bool = False, call: str = CONSENSUS) -> None:
         """Wait for all living workers, which must be in the same call, and read what all of them have made."""
+        self._user_changes.check()
         start_s = self.transport.now()
 
         # No worker steps while all are in the barrier, so all of them copy the same values.
@@ -232,6 +245,7 @@ class HogwildWorker(Exchange):
                     state.update(_cloned(state))
 
         self._registry.barrier(copy, call)
+        self._user_changes.record(keep_values=True)
         self.events.record(Event(PULL, start_s, self.transport.now()))
 
     def restore_local(self) -> None:
@@ -240,10 +254,14 @@ class HogwildWorker(Exchange):
         self._shared_states.clear()
 
     def leave(self) -> None:
-        return None  # No worker waits for another, except at barriers.
+        # No worker waits for another, except at barriers.
+        self._user_changes.check()
+        self._user_changes.record(keep_values=True)
 
     def join(self) -> None:
+        self._user_changes.check()
         self._read()
+        self._user_changes.record(keep_values=True)
         self._base_version = self._flags.value(self._version_counter)
 
     def finish(self) -> None:
@@ -253,6 +271,7 @@ class HogwildWorker(Exchange):
 
     def close(self) -> None:
         """Detach: the model and its optimiser keep private copies."""
+        self._user_changes.close()
         for handle in self._handles:
             handle.remove()
         if self._handles:
@@ -280,6 +299,7 @@ class HogwildWorker(Exchange):
         """Start again from the model as it is on the leader, and from this state of the optimiser."""
         if "optimizer" not in state:
             return set(state)
+        self._user_changes.changed()  # The model that the user has loaded is taken.
         # Copied before the barrier: the model of the rank that turns out to lead counts.
         parameters = [tensor.data.clone() for tensor in self._parameters]
         statistics = [tensor.data.clone() for tensor in self._statistics]

@@ -32,6 +32,7 @@ from tutti.strategies.parameter_server.shared_memory.worker_registry import (
     WorkerRegistry,
 )
 from tutti.strategies.parameter_server.worker import ParameterServerWorker
+from tutti.strategies.user_changes import record_loaded
 
 if TYPE_CHECKING:
     from tutti.strategies.parameter_server.strategy import ParameterServer
@@ -137,16 +138,19 @@ class SharedMemoryWorker(ParameterServerWorker):
         else:
             self._wait_for_all()
             self._membership.barrier(call=call)
+        record_loaded(self._user_changes)
 
     def leave(self) -> None:
         self._expect_new_parameters()
         self._wait_for_all()
         self._membership.leave()
+        record_loaded(self._user_changes)
 
     def join(self) -> None:
         self._expect_new_parameters()
         self._membership.join()
         self._wait_for_all()
+        record_loaded(self._user_changes)
 
     def finish(self) -> None:
         self.consensus(optimizer=True, call=FINISH)

@@ -10,7 +10,8 @@ from torch import Tensor
 from tutti.errors import PacketError, RankLost, ReplicaMismatch
 from tutti.events import EventLog
 from tutti.replica import Replica
-from tutti.strategies.parameter_server.ledger import ADD_UP, Ledger, Update
+from tutti.replica.samples import ADD_UP
+from tutti.strategies.parameter_server.ledger import Ledger, Update
 from tutti.strategies.parameter_server.messages.buffers import BufferPool
 from tutti.strategies.parameter_server.messages.config import ServerGroupConfig
 from tutti.strategies.parameter_server.messages.server.clipping import GlobalClipping

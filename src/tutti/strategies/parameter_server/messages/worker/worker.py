@@ -16,6 +16,7 @@ from tutti.strategies.parameter_server.messages.worker.pusher import ShardPusher
 from tutti.strategies.parameter_server.messages.worker.requests import RequestSender
 from tutti.strategies.parameter_server.messages.worker.shard import WorkerShard, make_worker_shard
 from tutti.strategies.parameter_server.worker import ParameterServerWorker
+from tutti.strategies.user_changes import record_loaded
 from tutti.transports import Transport
 from tutti.transports.base import Operation
 
@@ -84,6 +85,7 @@ class MessageWorker(ParameterServerWorker):
         if optimizer and self._user_state is not None:
             self._user_state.fill(self._requests.fetch_states(self.replica.slots))
             self._pull_all(RequestKind.BARRIER)  # No worker pushes again before all have read.
+        record_loaded(self._user_changes)
 
     def leave(self) -> None:
         """Take no part until `join`: the others go on without this worker.
@@ -95,12 +97,14 @@ class MessageWorker(ParameterServerWorker):
         self._wait_for_pending()
         if not self._strategy.clips_means:
             self._requests.send_to_all(RequestKind.LEAVE)
+        record_loaded(self._user_changes)
 
     def join(self) -> None:
         """Take part again, from the servers' present versions."""
         self._expect_new_parameters()
         if not self._strategy.clips_means:
             self._pull_all(RequestKind.JOIN)
+        record_loaded(self._user_changes)
 
     def finish(self) -> None:
         self.consensus()  # Every worker is here: no server has an update left to apply.
@@ -194,6 +198,7 @@ class MessageWorker(ParameterServerWorker):
             shard.clock = 0  # Servers start again from version 0.
         # The rank that loads a server enters the barrier afterwards: so all have loaded when it completes.
         self._pull_all(RequestKind.BARRIER)
+        record_loaded(self._user_changes)
         return set(state) - {"optimizer"}
 
     def _load_server(self, server: int, state: dict[str, Any], images: dict[int, Tensor]) -> Operation:
