@@ -242,9 +242,12 @@ def test_skipping_and_starting_again() -> None:
 @pytest.mark.parametrize("staleness", range(6))
 def test_scales(staleness: int) -> None:
     for rule in (BSP(), SSP(2), SoftSync(2), Async()):
-        assert rule.scale(staleness) == 1.0
-    assert StalenessAware(Async()).scale(staleness) == (1.0 if staleness < 2 else 1 / staleness)
-    assert StalenessAware(SSP(4), lambda late: 0.5**late).scale(staleness) == 0.5**staleness
+        assert rule.scale(staleness, 4) == 1.0
+    assert StalenessAware(Async()).scale(staleness, 2) == (1.0 if staleness < 2 else 1 / staleness)
+    # Among more workers an update counts as one of usual staleness, however fresh it is.
+    assert StalenessAware(Async()).scale(staleness, 4) == 1 / max(3, staleness)
+    assert StalenessAware(SoftSync(2)).scale(staleness, 4) == (1.0 if staleness < 2 else 1 / staleness)
+    assert StalenessAware(SSP(4), lambda late: 0.5**late).scale(staleness, 4) == 0.5**staleness
 
 
 class Loose(SSP):
