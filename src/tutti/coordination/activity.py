@@ -10,6 +10,7 @@ nothing. There is at most one wait per thread. Waits of background threads are m
 waits, but the process itself computes meanwhile, unless its training loop waits for that thread.
 """
 
+import resource
 import sys
 import threading
 import time
@@ -22,6 +23,9 @@ from typing import Any
 
 _NEW_WEIGHT = 0.2
 """Weight of the newest duration in what is usual."""
+
+_MANY_FAULTS = 200.0
+"""Page faults a second that go to the disk, from which on a process is said to wait for memory."""
 
 _LONGEST_STACK = 16_000
 """Characters of a stack that are reported: its innermost part."""
@@ -60,6 +64,8 @@ class Activity:
         self._stepped_at = 0.0
         self._usual: dict[str, float] = {}
         """Usual seconds in each phase, and of a whole step as "step"."""
+        self._faults = 0, 0.0
+        """Number of page faults that went to the disk, and when it was read."""
         self._waits: dict[int, Wait] = {}
         """Waits by thread."""
         self._background: set[int] = set()
@@ -138,7 +144,15 @@ class Activity:
                 }
                 for thread, wait in list(self._waits.items())[:8]
             ],
+            "memory": self._memory_pressure(now),
         }
+
+    def _memory_pressure(self, now: float) -> str:
+        """What shows that this process waits for memory: pages that are read back from the disk."""
+        num_faults, (before, read_at) = resource.getrusage(resource.RUSAGE_SELF).ru_majflt, self._faults
+        self._faults = num_faults, now
+        rate = (num_faults - before) / max(now - read_at, 1e-3)
+        return f"{rate:.0f} pages a second are read back from the disk" if rate > _MANY_FAULTS else ""
 
 
 def main_stack() -> str:

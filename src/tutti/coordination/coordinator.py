@@ -29,6 +29,7 @@ from typing import Any
 
 from tutti.coordination import frames
 from tutti.coordination.diagnosis import HeldUp
+from tutti.coordination.forks import close_in_children
 from tutti.coordination.frames import Message, ProtocolError
 from tutti.coordination.handshake import Streams, prove_as_coordinator, set_timeouts, tls
 from tutti.coordination.secret import Secret
@@ -63,7 +64,7 @@ class Coordinator:
             host_id: of this host, as members of it describe themselves: their processes can be looked at.
             patience: how long a member may be silent.
         """
-        listener.setblocking(False)
+        close_in_children(listener).setblocking(False)
         self._listener, self._secret = listener, secret
         bound, self.port = listener.getsockname()[:2]
         self.address: str = address or bound
@@ -95,9 +96,9 @@ class Coordinator:
         """Ranks that others wait for, as of the last diagnosis. A new tuple each time, so any thread may read it."""
         return self._state.held_up
 
-    def lost(self) -> dict[str, str]:
-        """Members that are gone for good, and why."""
-        return self._ask(lambda: dict(self._state.lost))
+    def present(self) -> list[int]:
+        """Ranks of the members that have neither left nor been lost."""
+        return self._ask(lambda: sorted(each.description.rank for each in self._state.members.values()))
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         """Call a function in the thread of the service. Ended by that thread, which waits for nothing."""
@@ -134,7 +135,7 @@ class Coordinator:
                 continue
             if len(self._strangers) >= _MOST_STRANGERS:
                 self._end_oldest_stranger()
-            task = self._loop.create_task(self._handle(connection))
+            task = self._loop.create_task(self._handle(close_in_children(connection)))
             self._strangers[task] = None
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

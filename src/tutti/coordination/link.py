@@ -10,13 +10,9 @@ Only two things exclude this process from the job: the coordinator refuses it (i
 off means that nothing answers at the coordinator's address for `patience`: packets are lost. A coordinator that is
 stopped still has a kernel that acknowledges, and one that was killed has one that refuses connections, so neither
 counts.
-
-A process that forks (a DataLoader with workers does) must not share this connection with its children: the coordinator
-would not see it end when the process dies. So a hook closes it in every child.
 """
 
 import asyncio
-import os
 import socket
 import ssl
 import threading
@@ -24,12 +20,12 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from weakref import WeakSet
 
 import tutti
 from tutti.coordination import frames
 from tutti.coordination.coordinator import PATIENCE, read_message
 from tutti.coordination.description import MemberDescription
+from tutti.coordination.forks import close_in_children
 from tutti.coordination.frames import Message, ProtocolError
 from tutti.coordination.handshake import Streams, WrongSecret, prove_as_member, set_timeouts, tls
 from tutti.coordination.member import Member
@@ -71,8 +67,6 @@ class ConnectedMember(Member):
         self._wrong_secret = False
         self._answered_at = time.monotonic()
         """When the coordinator's host last showed that it is there."""
-        self._socket: socket.socket | None = None
-        _links.add(self)
         self._thread = threading.Thread(target=self._run, name="tutti coordination", daemon=True)
         self._thread.start()
 
@@ -106,12 +100,6 @@ class ConnectedMember(Member):
                 "was not started, MASTER_ADDR or MASTER_PORT is wrong, or a firewall is between."
             )
 
-    def close_in_child(self) -> None:
-        """Close the connection in a process that was forked from this one."""
-        if self._socket is not None:
-            with suppress(OSError):
-                os.close(self._socket.fileno())
-
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._main = self._loop.create_task(self._connect_for_ever())
@@ -142,7 +130,6 @@ class ConnectedMember(Member):
                 self._note_failure(error)
             finally:
                 self.detach()
-                self._socket = None
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
 
@@ -218,7 +205,7 @@ class ConnectedMember(Member):
         found = await self._loop.getaddrinfo(endpoint.address, endpoint.port, type=socket.SOCK_STREAM)
         failure: OSError = OSError(f"no address for {endpoint.address}")
         for family, kind, protocol, _, address in found:
-            self._socket = connection = socket.socket(family, kind, protocol)
+            connection = close_in_children(socket.socket(family, kind, protocol))
             try:
                 connection.setblocking(False)
                 set_timeouts(connection, self._patience_s)
@@ -267,15 +254,3 @@ def connect_member(
         member.close()
         raise
     return member
-
-
-_links: WeakSet[ConnectedMember] = WeakSet()
-"""Connections of this process, for its children to close."""
-
-
-def _close_in_child() -> None:
-    for link in list(_links):
-        link.close_in_child()
-
-
-os.register_at_fork(after_in_child=_close_in_child)

@@ -12,6 +12,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache, partial
@@ -204,7 +205,22 @@ _served: list[Coordinator] = []
 def _serve(listening: socket.socket, address: str) -> Coordinator:
     made = Coordinator(listening, find_secret(), host_id=host_id(), address=address, patience=find_patience())
     _served.append(made)
+    # Handlers run in the reverse order: this one after those that close the world and say bye.
+    atexit.register(_serve_to_the_end, made)
     return made
+
+
+def _serve_to_the_end(coordinator: Coordinator) -> None:
+    """Keep this process until the other ranks have ended: they may still need the coordinator that it serves."""
+    started, told = time.monotonic(), False
+    # Ended by the other ranks, which leave or are lost; by Ctrl-C; and at once if this rank has failed.
+    while (ranks := coordinator.present()) and getattr(sys, "last_value", None) is None:
+        if not told and time.monotonic() - started > 5:
+            told = True
+            names = ", ".join(map(str, ranks))
+            print(f"tutti: rank 0 serves the run's coordinator and waits for rank {names} to end", file=sys.stderr)
+        time.sleep(0.05)
+    coordinator.close()
 
 
 def listener(address: str, port: int) -> socket.socket:
