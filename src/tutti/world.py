@@ -51,8 +51,8 @@ class World:
     tolerate_loss: Callable[[bool], None] = field(default=lambda yes: None, repr=False)
     """Informs the launcher whether the others continue training if this rank is lost."""
 
-    status: Callable[[], list[dict[str, Any]]] = field(default=list, repr=False)
-    """Returns what the run's coordinator knows of every rank; empty where there is none."""
+    status: Callable[[], list[dict[str, Any]] | None] = field(default=list, repr=False)
+    """Returns what the run's coordinator knows of every rank; nothing where there is none."""
 
     at_close: list[Callable[[], None]] = field(default_factory=list, repr=False)
     """Called when it is closed, while all ranks can still be reached; once, the last one first."""

@@ -1,7 +1,6 @@
 """`tutti.launch` and `tutti.init` with real processes: results, failures, signals, and what is left behind."""
 
 import ctypes
-import importlib
 import json
 import multiprocessing
 import os
@@ -16,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, redirect_stdout
-from datetime import timedelta
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import tutti
 import warm
 from support import TRANSPORTS
+from tutti.coordination import diagnosis
 from tutti.errors import ConfigError, NonFiniteLoss, RankLost, TuttiError, WorkerFailed
 from tutti.launch.interpreter import main_of
 from tutti.launch.supervisor_pipe import SupervisorPipe
@@ -652,23 +651,37 @@ def meets() -> None:
     world.close()
 
 
-def waits_for_nobody(folder: str) -> None:
-    importlib.import_module("tutti.transports.shared_memory.transport")
-    rank, other = int(os.environ["RANK"]), 1 - int(os.environ["RANK"])
-    Path(folder, str(rank)).touch()
-    while not Path(folder, str(other)).exists():  # The time allowed is short: both must have imported all.
-        time.sleep(0.01)
-    world = tutti.init()
-    if world.rank == 0:
-        all_reduce(world)
-    select.select([], [], [], 30)
+def is_slow() -> float:
+    world = tutti.init(timeout=10)
+    if world.rank == 1:
+        select.select([], [], [], 2.5)
+    return all_reduce(world)
 
 
 @each_transport
-@pytest.mark.usefixtures("impatient")
-def test_deadline_says_that_nobody_is_gone(transport: str, tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailed, match=r"DeadlineExceeded: rank 0: waited 2 s .*no rank is known to be gone"):
-        tutti.launch(waits_for_nobody, str(tmp_path), transport=transport, timeout=timedelta(seconds=2))
+def test_a_slow_rank_is_waited_for_and_named(
+    transport: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TUTTI_PATIENCE", "1s")
+    monkeypatch.setattr(diagnosis, "_START_S", 1.0)
+    assert tutti.launch(is_slow, transport=transport) == [2.0, 2.0]
+    assert re.search(r"tutti: rank 1 on \S+ is in phase 'starting' .*; rank 0 waits for it for", capfd.readouterr().err)
+
+
+def waits_for_the_other() -> None:
+    world = tutti.init()
+    all_reduce(world)
+    if world.rank == 0:
+        world.transport.irecv(torch.empty(1), 1).wait()
+    all_reduce(world)
+
+
+@each_transport
+def test_ranks_that_wait_for_each_other(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUTTI_PATIENCE", "1s")
+    wanted = "rank 0 (step 0) waits for rank 1 to send a message; rank 1 (step 0) waits for rank 0 to "
+    with pytest.raises(WorkerFailed, match=re.escape(f"ranks wait for each other, and none can go on: {wanted}")):
+        tutti.launch(waits_for_the_other, transport=transport)
 
 
 # --- the supervisor's end ---

@@ -38,6 +38,10 @@ class MemberRecord:
     """The Python stack of its main thread, when it was last asked for."""
     stack_asked_at: float = -1e9
 
+    def reported(self, status: dict[str, Any]) -> None:
+        """Take in a heartbeat, which also shows that the process runs."""
+        self.status, self.process = status, None
+
     @property
     def is_observer(self) -> bool:
         """Whether it only looks at the job and takes no part."""

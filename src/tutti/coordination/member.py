@@ -30,8 +30,6 @@ from tutti.coordination.frames import Message
 from tutti.coordination.knowledge import JobKnowledge, is_inside
 from tutti.errors import DeadlineExceeded, EnvironmentConflict, RankLost
 
-_STATUS_S = 2.0
-"""How long the coordinator has to answer a question that can do without an answer."""
 _CHECK_S = 0.2
 """How often a wait calls its `check` when nothing changes: it may look at more than what the coordinator sends."""
 
@@ -145,15 +143,11 @@ class Member:
         """Wait until the coordinator has handled all that this process sent; False after `timeout_s`."""
         return self._request({"op": "sync"}, timeout_s, lambda: None) is not None
 
-    def status(self) -> list[dict[str, Any]]:
-        """What the coordinator knows of every member now; nothing while it is away."""
-        return self.table(_STATUS_S) or []
-
     def ask_stack(self, rank: int) -> None:
         """Have the coordinator ask a rank for its Python stack, which `table` has a moment later."""
         self._post({"op": "ask_stack", "rank": rank})
 
-    def table(self, timeout_s: float) -> list[dict[str, Any]] | None:
+    def table(self, timeout_s: float = 2.0) -> list[dict[str, Any]] | None:
         """What the coordinator knows of every member; None after `timeout_s`."""
         return self._request({"op": "query"}, timeout_s, lambda: None)
 

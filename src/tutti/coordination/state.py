@@ -116,14 +116,14 @@ class CoordinatorState:
             "cancel": lambda record, message, _: self._values.cancel(record.id, message["request"]),
             "propose": lambda _, message, __: self._values.propose(message["key"], message["value"]),
             "notice": self._notice,
-            "beat": self._beat,
+            "beat": lambda record, message, _: record.reported(message["status"]),
             "sync": lambda record, message, _: self._send(record, op="synced", request=message["request"]),
             "seen": self._seen,
             "query": lambda record, message, now: self._send(
                 record, op="table", request=message["request"], members=self.table(now)
             ),
             "ask_stack": lambda _, message, now: self._ask_stack(message["rank"], now),
-            "stack": self._stack,
+            "stack": lambda record, message, _: setattr(record, "stack", message["text"]),
             "bye": lambda record, *_: self._lose(record, "it has left"),
         }
 
@@ -258,9 +258,6 @@ class CoordinatorState:
         self._scopes.pop(scope, None)
         self._broadcast(op="forget", scope=scope)
 
-    def _beat(self, record: MemberRecord, message: Message, _: float) -> None:
-        record.status, record.process = message["status"], None
-
     # Diagnosis
 
     def _diagnose(self, now: float) -> None:
@@ -283,9 +280,6 @@ class CoordinatorState:
             if record.description.rank == rank and now - record.stack_asked_at > _STACK_S:
                 record.stack_asked_at = now
                 self._send(record, op="send_stack")
-
-    def _stack(self, record: MemberRecord, message: Message, _: float) -> None:
-        record.stack = message["text"]
 
     # Liveness
 

@@ -55,7 +55,7 @@ class JobProgress:
         phase and the ranks that it waits for. Empty in a simulation, for one rank alone, or while no coordinator is
         there.
         """
-        return self.world.status()
+        return self.world.status() or []
 
     @property
     def events(self) -> EventLog:

@@ -100,7 +100,7 @@ def _join(timeout: Duration | None, transport: str | None) -> World:
         me = membership.peers[membership.rank]
         numbers = (membership.rank, membership.size, environment.local_rank, me.host)
         tolerate_loss = SupervisorPipe().tolerate_loss
-        world = World(*numbers, joined, leave=membership.leave, tolerate_loss=tolerate_loss, status=member.status)
+        world = World(*numbers, joined, leave=membership.leave, tolerate_loss=tolerate_loss, status=member.table)
         _leave_at_exit(world)
     # `tutti run --strategy` overrules what the script asks for, without a change to the script.
     if "TUTTI_STRATEGY" in os.environ:

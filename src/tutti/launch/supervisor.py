@@ -108,6 +108,8 @@ class Supervisor:
         self._first_failed: _Worker | None = None
         self._lost: list[_Worker] = []
         """Workers that failed while the others went on, the first one first."""
+        self.failed_alone: WorkerFailed | None = None
+        """After a run that went on without a worker whose own code failed: the error of the first such one."""
         self._coordinator: Coordinator | None = None
         self._diagnosis = DiagnosisLine()
         self._announcement: Path | None = None
@@ -137,6 +139,7 @@ class Supervisor:
         finally:
             self._stop()
         self._raise_first_failure()
+        self.failed_alone = next(filter(None, map(_own_failure, self._lost)), None)
         # A worker can be lost after it sent a result, while it was ending.
         return [None if worker in self._lost else worker.inbox.result for worker in self._workers]
 
@@ -377,14 +380,6 @@ class Supervisor:
         trace = first.inbox.failure.traceback if first.inbox.failure else ""
         raise WorkerFailed(first.rank, first.reason() or "failed", trace, 128 - status if status < 0 else status)
 
-    def failed_alone(self) -> WorkerFailed | None:
-        """The error of a worker whose own code failed, after a run that went on without it; None if there is none."""
-        for worker in self._lost:
-            if worker.inbox.failure is not None and not worker.knocked_on:
-                reason = f"{worker.inbox.failure.reason}; the others have finished without it"
-                return WorkerFailed(worker.rank, reason)
-        return None
-
     def _failure(self) -> _Worker | None:
         """Whose failure is the whole run's."""
         first = self._first_failed
@@ -399,3 +394,10 @@ class Supervisor:
 def _signal_group(group: int, sign: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.killpg(group, sign)
+
+
+def _own_failure(worker: _Worker) -> WorkerFailed | None:
+    """The error of a lost worker whose own code failed; None if it was killed, or failed because of others."""
+    if worker.inbox.failure is None or worker.knocked_on:
+        return None
+    return WorkerFailed(worker.rank, f"{worker.inbox.failure.reason}; the others have finished without it")
