@@ -33,7 +33,7 @@ from typing import Any
 import tutti
 from tutti.coordination.description import MemberDescription, ProcessState, process_state
 from tutti.coordination.frames import Message, ProtocolError
-from tutti.coordination.knowledge import is_inside
+from tutti.coordination.knowledge import LEFT, is_inside
 from tutti.coordination.liveness import MemberRecord, MemberWatch
 from tutti.coordination.values import ValueTable
 
@@ -113,7 +113,7 @@ class CoordinatorState:
             "query": lambda record, message, now: self._send(
                 record, op="table", request=message["request"], members=self.table(now)
             ),
-            "bye": lambda record, *_: self._lose(record, "it has left"),
+            "bye": lambda record, *_: self._lose(record, LEFT),
         }
 
     def connect(self, hello: Message, now: float) -> MemberRecord:

@@ -31,6 +31,7 @@ from datetime import timedelta
 from tutti.cluster.hosts import LOOPBACK
 from tutti.coordination import Member, MemberDescription
 from tutti.coordination.description import process_state
+from tutti.coordination.knowledge import LEFT
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost
 
 WATCH_SECONDS = 0.5
@@ -133,7 +134,7 @@ class Membership:
 
     def leave(self) -> None:
         """Announce that this rank is done and answers no more."""
-        self.member.notice(self.scope, "left", "it has left", self.num_in_scope)
+        self.member.notice(self.scope, "left", LEFT, self.num_in_scope)
 
     def gone(self) -> dict[int, str]:
         """World ranks that are gone, with how that is known; only the causes, if some went because of others."""
@@ -154,6 +155,11 @@ class Membership:
         if visible and process_state(process.pid, process.started) == "ended":
             return f"its process {process.pid} on {process.host} has ended"
         return None
+
+    def is_excluded(self, rank: int) -> bool:
+        """Whether the job goes on without a rank that has not left by itself: it may take no more part."""
+        reason = self.member.known.lost.get(self.peers[rank].process.id)
+        return reason not in (None, LEFT) and self._notice(self.peers[rank], "left") is None
 
     def _notice(self, peer: Peer, kind: str) -> str | None:
         return self.member.known.notices(self.scope, peer.process.id).get(kind)
