@@ -177,7 +177,10 @@ class Messenger(ProgressEngine):
         # Data has moved since about the last check.
         if connections.progressed_at[peer] > now - 2 * WATCH_SECONDS:
             self.on_progress()
-        if lost and not work.finished and not (isinstance(work, SocketReceive) and self._may_arrive(peer, now)):
+        # A receive from any rank whose message broke off waits for another rank now.
+        if not lost or work.finished or work.peer != peer:
+            return
+        if not (isinstance(work, SocketReceive) and self._may_arrive(peer, now)):
             self.channel_membership.abort()
             raise self.membership.loss_error(lost)
 
