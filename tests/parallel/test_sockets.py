@@ -43,7 +43,7 @@ def test_a_large_message_waits_until_it_is_asked_for(transport: str) -> None:
             held = not sending.done()
             sending.wait()
             return held
-        while not any(incoming.held for incoming in link._messenger.connections.incoming):
+        while not link._messenger.connections.held:
             link._messenger.connections.step(0.1)
         kept = any(messages for messages in link._messenger.matcher.unexpected.values())
         link.isend(go, 0, tag=2).wait()

@@ -68,6 +68,8 @@ class SocketConnections:
         """Listen on the address of this rank; note in `failures` why a connection failed."""
         self.outgoing: dict[int, OutgoingConnection] = {}
         self.incoming: set[IncomingConnection] = set()
+        self.held: set[IncomingConnection] = set()
+        """Those whose message stays in the network until there is a receive, or room, for it."""
         self.ended: set[int] = set()
         """Peers whose connection to this rank is over."""
         self.broken: set[int] = set()
@@ -122,6 +124,7 @@ class SocketConnections:
         for closing in sockets:
             closing.close()
         self.incoming.clear()
+        self.held.clear()
         self.outgoing.clear()
 
     # Sending
@@ -168,13 +171,13 @@ class SocketConnections:
         # Messages that are in memory came before those that are held back in the network.
         if not self._matcher.match_receive(receive, tag):
             self._matcher.post(receive, tag, first)
-        for incoming in [incoming for incoming in self.incoming if incoming.held]:
+        for incoming in list(self.held):
             self._release(incoming)
 
     def check(self) -> None:
         """Do what no event of a socket asks for. To be called now and then, by those that wait."""
         # Also where there is less than the kernel would report: so that slow progress is seen.
-        for incoming in [incoming for incoming in self.incoming if not incoming.held]:
+        for incoming in self.incoming - self.held:
             self._read(incoming)
         for dst, outgoing in self.outgoing.items():
             if dst not in self.broken and outgoing.is_cut_off():
@@ -193,7 +196,7 @@ class SocketConnections:
 
     def held_from(self, peer: int) -> IncomingMessage | None:
         """The message of `peer` that is held, if there is one."""
-        return next((each.message for each in self.incoming if each.held and each.src == peer), None)
+        return next((incoming.message for incoming in self.held if incoming.src == peer), None)
 
     def _take_arrivals(self) -> None:
         while self.reception.arrivals:
@@ -206,7 +209,8 @@ class SocketConnections:
         self._selector.register(incoming.socket, selectors.EVENT_READ, lambda: self._read(incoming))
 
     def _read(self, incoming: IncomingConnection) -> None:
-        self._buffered.discard(incoming)
+        if incoming.secure:
+            self._buffered.discard(incoming)
         try:
             for _ in range(_READS_AT_ONCE):
                 # At most the present item: the next header decides where the bytes after it go.
@@ -215,14 +219,16 @@ class SocketConnections:
                 if count == 0:
                     return self._drop(incoming)
                 incoming.progressed_at = self.progressed_at[incoming.src] = self.progressed_at[ANY] = time.monotonic()
-                incoming.progressed(count)
-                if not (incoming.unread.nbytes or incoming.drop_more() or self._item_complete(incoming)):
+                incoming.unread = incoming.unread[count:]
+                if incoming.unread.nbytes:
+                    incoming.wake_for_rest()
+                elif not (incoming.num_dropped and incoming.drop_more()) and not self._item_complete(incoming):
                     break
         except (BlockingIOError, ssl.SSLWantReadError):
             return
         except OSError as error:
             return self._drop(incoming, f"its connection failed: {error.strerror or error}")
-        if incoming.has_buffered and not incoming.held:
+        if incoming.secure and incoming.has_buffered and incoming not in self.held:
             self._buffered.add(incoming)
 
     def _item_complete(self, incoming: IncomingConnection) -> bool:
@@ -237,7 +243,7 @@ class SocketConnections:
             return False
         incoming.message = message = IncomingMessage(incoming.src, tag, num_bytes, dtype_code)
         if not self._find_place(message):
-            incoming.held = True
+            self.held.add(incoming)
             self._selector.unregister(incoming.socket)
             return False
         incoming.expect_payload(message)
@@ -259,13 +265,13 @@ class SocketConnections:
         """Read a held message after all, if there is a place for it now."""
         assert incoming.message is not None
         if self._find_place(incoming.message):
-            incoming.held = False
+            self.held.discard(incoming)
             incoming.expect_payload(incoming.message)
             # Only registers the socket: its data is read by the next `step`, not in the middle of posting a receive.
             self._watch(incoming)
             if not incoming.unread.nbytes:  # An empty message, of which no event tells.
                 self._item_complete(incoming)
-            if incoming.has_buffered:
+            if incoming.secure and incoming.has_buffered:
                 self._buffered.add(incoming)
 
     def _drop(self, incoming: IncomingConnection, reason: str | None = None) -> None:

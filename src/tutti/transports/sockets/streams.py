@@ -43,11 +43,10 @@ class IncomingConnection:
         self.progressed_at = time.monotonic()
         self.message: IncomingMessage | None = None
         """The one whose payload is being read."""
-        self.held = False
-        """Whether `message` stays in the network until there is a receive, or room, for it."""
-        self._secure = isinstance(connection, ssl.SSLSocket)
+        self.secure = isinstance(connection, ssl.SSLSocket)
+        self.num_dropped = 0
+        """Bytes behind `unread` that belong to a payload that nobody wants."""
         self._wakes_at = 1
-        self._num_dropped = 0
         self.expect_header()
 
     def expect_header(self) -> None:
@@ -63,25 +62,21 @@ class IncomingConnection:
         if message.memory is not None:
             self.unread = message.memory
         else:
-            self._num_dropped = message.num_bytes
+            self.num_dropped = message.num_bytes
             self.drop_more()
-        self._wake_at(min(self.unread.nbytes, _WAKE_BYTES))
+        self.wake_for_rest()
 
     def drop_more(self) -> bool:
-        """Read the next part of a payload that nobody wants; return False if there is none."""
-        if not self._num_dropped:
-            return False
-        count = min(self._num_dropped, _DROPPED_AT_ONCE)
-        self._num_dropped -= count
+        """Read the next part of a payload that nobody wants."""
+        count = min(self.num_dropped, _DROPPED_AT_ONCE)
+        self.num_dropped -= count
         self.unread = memoryview(bytearray(count))
         return True
 
-    def progressed(self, count: int) -> None:
-        """Note that `count` bytes were read."""
-        self.unread = self.unread[count:]
-        if self.unread.nbytes:
-            # Never more than is left of the message: its sender may wait for a reply before it sends more.
-            self._wake_at(min(self.unread.nbytes, _WAKE_BYTES))
+    def wake_for_rest(self) -> None:
+        """Be woken when some of `unread` has come, not for each packet of it."""
+        # Never more than is left of the message: its sender may wait for a reply before it sends more.
+        self._wake_at(min(self.unread.nbytes, _WAKE_BYTES))
 
     @property
     def has_buffered(self) -> bool:
@@ -90,7 +85,7 @@ class IncomingConnection:
 
     def _wake_at(self, num_bytes: int) -> None:
         """Let the kernel report the socket as readable only when `num_bytes` are there."""
-        if self._secure:
+        if self.secure:
             num_bytes -= 2 * _RECORD_BYTES
         num_bytes = num_bytes if num_bytes > _SHORT_BYTES else 1
         if num_bytes != self._wakes_at:
