@@ -183,7 +183,8 @@ class SocketConnections:
             if dst not in self.broken and outgoing.is_cut_off():
                 host = self._membership.peers[dst].host
                 self._break(dst, f"{host} has acknowledged nothing for {self._membership.member.patience_s:g} s")
-        self.reception.poll()
+        if not self.reception.has_thread:
+            self.reception.poll()
         self._take_arrivals()
 
     def may_still_arrive(self, peer: int, now: float, lost_at: float) -> bool:

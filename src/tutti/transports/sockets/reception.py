@@ -20,8 +20,8 @@ oldest stranger is closed, and nothing is accepted for `_PAUSE_S`: the selector 
 
 Who moves it: without TLS, the owner of the channel, which watches `fileno` and calls `poll`. A plain member has sent
 its hello before anything is accepted, and needs no answer. A TLS handshake needs answers, and a rank must be able to
-open a connection while no thread of this one waits for messages. So with TLS a thread of its own calls `poll`. It takes
-no lock but `_lock`, under which nothing waits. The thread is ended by `close`.
+open a connection while no thread of this one waits for messages. So with TLS a thread of its own calls `poll`, and
+nobody else does. It takes no lock but `_lock`, under which nothing waits. The thread is ended by `close`.
 """
 
 import errno
@@ -119,14 +119,17 @@ class Reception:
         return any(earliest <= stranger.accepted_at <= latest for stranger in list(self._strangers))
 
     def poll(self, seconds: float | None = 0.0) -> None:
-        """Move strangers on, waiting up to `seconds` for one that is ready; close those whose time is over."""
+        """Move strangers on, waiting up to `seconds` for one that is ready; close those whose time is over.
+
+        For one thread: the owner's, or that of the reception if it has one.
+        """
         ready = self._selector.select(seconds)
         with self._lock:
             if self._closed:
                 return
             before = len(self.arrivals)
             for key, _ in ready:
-                # Another thread may have closed one that was ready when this one looked.
+                # To accept one may have closed another that was ready.
                 if key.data is None:
                     self._accept()
                 elif key.data in self._strangers:
