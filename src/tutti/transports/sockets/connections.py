@@ -218,7 +218,7 @@ class SocketConnections:
                 count = incoming.socket.recv_into(incoming.unread)
                 # End of the stream: the peer has closed its end.
                 if count == 0:
-                    return self._drop(incoming)
+                    return self._drop(incoming, incoming.failure())
                 incoming.progressed_at = self.progressed_at[incoming.src] = self.progressed_at[ANY] = time.monotonic()
                 incoming.unread = incoming.unread[count:]
                 if incoming.unread.nbytes:

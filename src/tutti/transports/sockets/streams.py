@@ -1,10 +1,11 @@
 """Connections with one peer, and the state of reading from or writing to them; plain or TLS.
 
-TLS differs in three ways, which are hidden here as far as possible:
+TLS differs in four ways, which are hidden here as far as possible:
 - Bytes may be decrypted and not read yet. The selector does not see them: `has_buffered` tells.
 - A part of a record may have been taken from the kernel: then fewer bytes are left there than of the message, and the
   kernel's threshold for waking up must be lower.
 - A write that the kernel did not take must be repeated with the same bytes. `_retried` keeps them.
+- A connection that failed reads like one that was closed (CPython's `SSL_read_ex` loses the error): `failure` tells.
 """
 
 import socket
@@ -14,6 +15,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from itertools import islice
+from typing import NamedTuple
 
 from tutti.coordination.handshake import set_timeouts
 from tutti.transports.sockets.frames import HEADER
@@ -33,6 +35,21 @@ _DROPPED_AT_ONCE = 64 * 2**10
 
 _TCP_INFO = struct.Struct("<8B13I")
 """The start of the kernel's `tcp_info`, up to the time since the last acknowledgement."""
+_TCP_CLOSE = 7
+"""The state of a connection that was reset, or that the kernel has given up."""
+
+
+class _TcpInfo(NamedTuple):
+    state: int
+    num_retransmissions: int
+    num_unacknowledged: int
+    acknowledged_ms: int
+    """Time since the last acknowledgement came."""
+
+
+def _tcp_info(connection: socket.socket) -> _TcpInfo:
+    fields = _TCP_INFO.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
+    return _TcpInfo(fields[0], fields[2], fields[12], fields[20])
 
 
 class IncomingConnection:
@@ -82,6 +99,15 @@ class IncomingConnection:
     def has_buffered(self) -> bool:
         """Whether there are bytes to read that the kernel does not know of."""
         return isinstance(self.socket, ssl.SSLSocket) and self.socket.pending() > 0
+
+    def failure(self) -> str | None:
+        """Why a stream that has ended was not closed by the peer but failed; None if it was closed."""
+        if not self.secure:
+            return None  # Reading has raised it.
+        info = _tcp_info(self.socket)
+        if info.state != _TCP_CLOSE:  # A connection that the peer closed, and this rank did not, is in CLOSE_WAIT.
+            return None
+        return f"its connection failed {info.acknowledged_ms / 1000:.1f} s after its host last answered"
 
     def _wake_at(self, num_bytes: int) -> None:
         """Let the kernel report the socket as readable only when `num_bytes` are there."""
@@ -154,6 +180,6 @@ class OutgoingConnection:
 
     def is_cut_off(self) -> bool:
         """Whether the peer's host has acknowledged nothing of what was sent for the patience of the job."""
-        info = _TCP_INFO.unpack(self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
-        num_retransmissions, num_unacknowledged, acknowledged_ms = info[2], info[12], info[20]
-        return num_retransmissions > 0 and num_unacknowledged > 0 and acknowledged_ms > 1000 * self._patience_s
+        info = _tcp_info(self.socket)
+        waits = info.num_retransmissions > 0 and info.num_unacknowledged > 0
+        return waits and info.acknowledged_ms > 1000 * self._patience_s
