@@ -184,8 +184,12 @@ class Membership:
             )
         return rank_lost_error(self.world_rank, gone)
 
-    def explain_error(self, cause: Exception) -> RankLost | DeadlineExceeded:
-        """Turn a failure of Gloo, MPI or the operating system into the error that names the rank that caused it."""
+    def explain_error(self, cause: Exception, peer: int | None = None) -> RankLost | DeadlineExceeded:
+        """Turn a failure of Gloo, MPI or the operating system into the error that names the rank that caused it.
+
+        Args:
+            peer: the rank that the failed connection is with, which is named if nobody knows more.
+        """
         # A peer's sockets are closed by the kernel a moment before its process is seen to have ended.
         deadline = time.monotonic() + EXPLAIN_SECONDS
         while not (gone := self.gone()) and time.monotonic() < deadline:
@@ -194,6 +198,8 @@ class Membership:
         # Matches "Timed out" and "timed out": libraries spell it differently.
         if not gone and "imed out" in text:
             return self.timeout_error(f"a reply ({text})")
+        if not gone and peer is not None:
+            gone = {self.peers[peer].rank: f"its connection failed: {text}"}
         return self.loss_error(gone, text)
 
     def timeout_error(self, awaited: str) -> DeadlineExceeded:
