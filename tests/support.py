@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import torch
 import tutti
 import tutti.transports.shared_memory.transport  # Compiled here, not inside a test's deadline.
 from tutti.cluster import Cluster, Link
-from tutti.coordination import LocalCoordinator
+from tutti.coordination import LocalCoordinator, Secret
 from tutti.launch.rendezvous import connect
 from tutti.simulation.runs.simulate import simulate
 from tutti.transports import Membership, Peer, SingleRankTransport
@@ -27,8 +28,11 @@ TRANSPORTS = ("sockets", "shared_memory")
 SIMULATED = ("simulated", "simulated_memory", "simulated_hosts")
 """In virtual time: a host for every rank, one for all of them, and two ranks on each."""
 
-LEVELS = (*TRANSPORTS, "hosts", "simulated", "simulated_hosts")
-"""And "hosts": ranks spread over several hosts, two on each as far as they go."""
+LEVELS = (*TRANSPORTS, "tls", "hosts", "simulated", "simulated_hosts")
+"""And "tls": sockets with encryption, as between hosts; "hosts": two ranks on each of several hosts, as far as they
+go."""
+
+SECRET = Secret("a secret of these tests alone")
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -69,12 +73,14 @@ def run_threads(
         return _run_simulated(function, *args, size=size, transport=transport, timeout=timeout)
     coordinator = LocalCoordinator()
     results: list[Any] = [None] * size
-    hosts = [f"host{rank // 2 if transport == 'hosts' else 0}" for rank in range(size)]
+    per_host = {"tls": 1, "hosts": 2}.get(transport, size)
+    hosts = [f"host{rank // per_host}" for rank in range(size)]
     peers = [Peer.this_process(rank, host, host) for rank, host in enumerate(hosts)]
 
     def work(rank: int) -> None:
         try:
             member = coordinator.member(peers[rank].process)
+            member.secret = SECRET if transport == "tls" else None
             with _world(Membership(rank, peers, member, "world", timeout), transport) as world:
                 results[rank] = function(world, *args)
         except SystemExit:
@@ -83,12 +89,14 @@ def run_threads(
             results[rank] = error
 
     threads = [threading.Thread(target=work, args=(rank,), name=f"rank {rank}") for rank in range(size)]
-    with one_core():  # New threads have the cores of the one that starts them.
+    # With TLS, loopback is taken for a network.
+    with patch("tutti.coordination.handshake.is_loopback", return_value=transport != "tls"):
+        with one_core():  # New threads have the cores of the one that starts them.
+            for thread in threads:
+                thread.start()
         for thread in threads:
-            thread.start()
-    for thread in threads:
-        thread.join(50)
-        assert not thread.is_alive(), f"{thread.name} hangs; so far: {results}"
+            thread.join(50)
+            assert not thread.is_alive(), f"{thread.name} hangs; so far: {results}"
     return results
 
 
@@ -125,7 +133,7 @@ class _world:
 
     def __enter__(self) -> World:
         membership = self._membership
-        kind = "auto" if self._transport == "hosts" else self._transport
+        kind = {"hosts": "auto", "tls": "sockets"}.get(self._transport, self._transport)
         link = SingleRankTransport(membership.timeout) if membership.size == 1 else connect(membership, kind=kind)
         self.world = World(membership.rank, membership.size, membership.rank, "host", link, leave=membership.leave)
         return self.world

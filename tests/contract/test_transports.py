@@ -20,7 +20,7 @@ from tutti.world import World
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
 
-every_transport = pytest.mark.parametrize("transport", [*TRANSPORTS, "simulated_memory"])
+every_transport = pytest.mark.parametrize("transport", [*TRANSPORTS, "tls", "simulated_memory"])
 every_messenger = pytest.mark.parametrize("transport", LEVELS)
 
 
@@ -320,7 +320,7 @@ def test_a_conversation_that_one_rank_closed(transport: str) -> None:
     assert max(run_ok(work, size=2, transport=transport)) < 5
 
 
-@pytest.mark.parametrize("transport", ["sockets", "simulated"])
+@pytest.mark.parametrize("transport", ["sockets", "tls", "simulated"])
 @pytest.mark.parametrize("how", ["start", "spawn"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_operation_that_closes_its_own_transport_ends_by_itself(transport: str, how: str, fails: bool) -> None:

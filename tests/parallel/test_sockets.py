@@ -20,12 +20,18 @@ from tutti.world import World
 LARGE = 2_000_000
 
 
+@pytest.fixture(params=["sockets", "tls"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """Messages in the clear, and encrypted."""
+    return str(request.param)
+
+
 def messages(world: World) -> SocketTransport:
     assert isinstance(world.transport, SocketTransport)
     return world.transport
 
 
-def test_a_large_message_waits_until_it_is_asked_for() -> None:
+def test_a_large_message_waits_until_it_is_asked_for(transport: str) -> None:
     """It stays in the network: the receiver keeps none of it, and the sender is held back."""
 
     def work(world: World) -> bool:
@@ -37,7 +43,7 @@ def test_a_large_message_waits_until_it_is_asked_for() -> None:
             held = not sending.done()
             sending.wait()
             return held
-        while not any(incoming.held for incoming in link._messenger.connections.incoming):
+        while not link._messenger.connections.held:
             link._messenger.connections.step(0.1)
         kept = any(messages for messages in link._messenger.matcher.unexpected.values())
         link.isend(go, 0, tag=2).wait()
@@ -46,11 +52,11 @@ def test_a_large_message_waits_until_it_is_asked_for() -> None:
         assert torch.equal(got, torch.ones(8 * LARGE))
         return not kept
 
-    assert run_ok(work, size=2, transport="sockets") == [True, True]
+    assert run_ok(work, size=2, transport=transport) == [True, True]
 
 
 @pytest.mark.parametrize("first_asked", [1, 2, ANY])
-def test_what_is_behind_a_large_message_can_be_had(first_asked: int) -> None:
+def test_what_is_behind_a_large_message_can_be_had(first_asked: int, transport: str) -> None:
     def work(world: World) -> list[float]:
         link = messages(world)
         if world.rank == 0:
@@ -68,11 +74,11 @@ def test_what_is_behind_a_large_message_can_be_had(first_asked: int) -> None:
             found.append(float(got[-1]))
         return found
 
-    assert run_ok(work, size=2, transport="sockets")[1] == [9.0, 3.0, 1.0, 2.0]
+    assert run_ok(work, size=2, transport=transport)[1] == [9.0, 3.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("numel", [3, LARGE])
-def test_messages_that_nobody_asked_for_yet_arrive_in_order(numel: int) -> None:
+def test_messages_that_nobody_asked_for_yet_arrive_in_order(numel: int, transport: str) -> None:
     def work(world: World) -> list[float]:
         link = messages(world)
         if world.rank == 0:
@@ -85,12 +91,12 @@ def test_messages_that_nobody_asked_for_yet_arrive_in_order(numel: int) -> None:
             each.wait()
         return [float(tensor[0]) for tensor in tensors]
 
-    assert run_ok(work, size=2, transport="sockets")[1] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert run_ok(work, size=2, transport=transport)[1] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["asked for before", "asked for after"])
 @pytest.mark.parametrize("sent", [torch.ones(4), torch.ones(3, dtype=torch.int32), torch.ones(LARGE)], ids=str)
-def test_a_message_of_another_length_or_dtype(early: bool, sent: torch.Tensor) -> None:
+def test_a_message_of_another_length_or_dtype(early: bool, sent: torch.Tensor, transport: str) -> None:
     def work(world: World) -> None:
         link, go = messages(world), torch.zeros(1)
         if world.rank == 0:
@@ -114,10 +120,10 @@ def test_a_message_of_another_length_or_dtype(early: bool, sent: torch.Tensor) -
         link.irecv(after, 0).wait()  # And the conversation goes on.
         assert float(after) == 7.0
 
-    run_ok(work, size=2, transport="sockets")
+    run_ok(work, size=2, transport=transport)
 
 
-def test_done_says_when_a_message_has_arrived() -> None:
+def test_done_says_when_a_message_has_arrived(transport: str) -> None:
     def work(world: World) -> bool:
         link, got = messages(world), torch.zeros(1)
         if world.rank == 0:
@@ -132,16 +138,16 @@ def test_done_says_when_a_message_has_arrived() -> None:
             assert time.monotonic() < deadline
         return not before and float(got) == 1.0
 
-    assert run_ok(work, size=2, transport="sockets") == [True, True]
+    assert run_ok(work, size=2, transport=transport) == [True, True]
 
 
-def test_strangers_are_turned_away() -> None:
-    """Bytes from anyone who does not know the receiver's token change nothing, however they are cut."""
+def test_strangers_are_turned_away(transport: str) -> None:
+    """Bytes from anyone who does not know the receiver's key change nothing, however they are cut."""
 
     def work(world: World) -> float:
         link, got = messages(world), torch.zeros(1)
         if world.rank == 0:
-            port = link._messenger.connections.listener.getsockname()[1]
+            port = link._messenger.connections.reception.port
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" + bytes(100))
                 with socket.create_connection(("127.0.0.1", port)) as silent:
@@ -151,10 +157,10 @@ def test_strangers_are_turned_away() -> None:
         link.isend(torch.full((1,), 5.0), 0).wait()
         return 5.0
 
-    assert run_ok(work, size=2, transport="sockets") == [5.0, 5.0]
+    assert run_ok(work, size=2, transport=transport) == [5.0, 5.0]
 
 
-def test_a_rank_that_is_waited_for_and_leaves() -> None:
+def test_a_rank_that_is_waited_for_and_leaves(transport: str) -> None:
     """Whether it ever said anything or not, and for those who send to it as well."""
 
     def work(world: World) -> float:
@@ -169,7 +175,7 @@ def test_a_rank_that_is_waited_for_and_leaves() -> None:
             _listen_in_vain(link) if world.rank == 0 else _send_in_vain(link)
         return time.monotonic() - started
 
-    assert max(run_ok(work, size=3, transport="sockets")) < 8
+    assert max(run_ok(work, size=3, transport=transport)) < 8
 
 
 def _listen_in_vain(link: SocketTransport) -> None:
@@ -181,7 +187,7 @@ def _send_in_vain(link: SocketTransport) -> None:
         link.isend(torch.zeros(LARGE), 2).wait()
 
 
-def test_the_loss_of_one_rank_does_not_end_talks_between_others() -> None:
+def test_the_loss_of_one_rank_does_not_end_talks_between_others(transport: str) -> None:
     def work(world: World) -> float:
         link, got = messages(world), torch.zeros(1)
         if world.rank == 2:
@@ -194,10 +200,10 @@ def test_the_loss_of_one_rank_does_not_end_talks_between_others() -> None:
         link.irecv(got, 0, tag=0).wait()
         return float(got)
 
-    assert run_ok(work, size=3, transport="sockets") == [1.0, 1.0, 2.0]
+    assert run_ok(work, size=3, transport=transport) == [1.0, 1.0, 2.0]
 
 
-def test_steps_after_a_failure_are_not_taken() -> None:
+def test_steps_after_a_failure_are_not_taken(transport: str) -> None:
     def work(world: World) -> int:
         link, taken = messages(world).channel("own"), []
 
@@ -219,10 +225,10 @@ def test_steps_after_a_failure_are_not_taken() -> None:
             link.start(later())
         return len(taken)
 
-    assert run_ok(work, size=2, transport="sockets") == [1, 1]
+    assert run_ok(work, size=2, transport=transport) == [1, 1]
 
 
-def test_a_loop_that_is_woken_while_it_does_not_run() -> None:
+def test_a_loop_that_is_woken_while_it_does_not_run(transport: str) -> None:
     """The thread of the loop starts operations itself: many of them before its next step must not block it."""
 
     def work(world: World) -> None:
@@ -230,10 +236,10 @@ def test_a_loop_that_is_woken_while_it_does_not_run() -> None:
         for _ in range(5000):
             messenger.connections.wake()
 
-    run_ok(work, size=2, transport="sockets")
+    run_ok(work, size=2, transport=transport)
 
 
-def test_channels_over_some_ranks() -> None:
+def test_channels_over_some_ranks(transport: str) -> None:
     """Numbered anew, in the order given, and errors still name ranks as the world does."""
 
     def work(world: World) -> object:
@@ -255,10 +261,10 @@ def test_channels_over_some_ranks() -> None:
             link.isend(torch.zeros(1), 0).wait()
         return float(total)
 
-    assert run_ok(work, size=3, transport="sockets") == [2.0, None, 2.0]
+    assert run_ok(work, size=3, transport=transport) == [2.0, None, 2.0]
 
 
-def test_a_peer_that_dies_in_the_middle_of_a_message_does_not_take_the_receive_with_it() -> None:
+def test_a_peer_that_dies_in_the_middle_of_a_message_does_not_take_the_receive_with_it(transport: str) -> None:
     """A receive from anyone that began to get one rank's message gets another's instead."""
     begun = threading.Event()
 
@@ -282,10 +288,10 @@ def test_a_peer_that_dies_in_the_middle_of_a_message_does_not_take_the_receive_w
             link.isend(torch.full((LARGE,), 2.0), 0, tag=3).wait()
         return []  # Rank 1 leaves with most of its message unsent.
 
-    assert run_ok(work, size=3, transport="sockets")[0] == [2.0, 2.0, 2.0]
+    assert run_ok(work, size=3, transport=transport)[0] == [2.0, 2.0, 2.0]
 
 
-def test_what_a_rank_sent_before_it_left_arrives() -> None:
+def test_what_a_rank_sent_before_it_left_arrives(transport: str) -> None:
     """However long it takes: here until well after the receiver has begun to look whether the sender is still there."""
 
     def work(world: World) -> float:
@@ -305,10 +311,10 @@ def test_what_a_rank_sent_before_it_left_arrives() -> None:
             link.irecv(torch.zeros(1), 0, tag=3).wait()
         return float(got.sum())
 
-    assert run_ok(work, size=2, transport="sockets") == [1.0, 100_000.0]
+    assert run_ok(work, size=2, transport=transport) == [1.0, 100_000.0]
 
 
-def test_a_receive_from_anyone_ends_when_everyone_is_gone() -> None:
+def test_a_receive_from_anyone_ends_when_everyone_is_gone(transport: str) -> None:
     def work(world: World) -> float:
         started = time.monotonic()
         if world.rank == 0:
@@ -316,7 +322,7 @@ def test_a_receive_from_anyone_ends_when_everyone_is_gone() -> None:
                 messages(world).irecv(torch.zeros(1), ANY).wait()
         return time.monotonic() - started
 
-    assert max(run_ok(work, size=3, transport="sockets")) < 8
+    assert max(run_ok(work, size=3, transport=transport)) < 8
 
 
 WAITS = {
@@ -327,7 +333,7 @@ WAITS = {
 
 
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
-def test_closing_ends_a_wait_in_another_thread(wait: Callable[[SocketTransport], Work]) -> None:
+def test_closing_ends_a_wait_in_another_thread(wait: Callable[[SocketTransport], Work], transport: str) -> None:
     def work(world: World) -> float:
         if world.rank == 1:
             world.transport.irecv(torch.zeros(1), 0).wait()  # Never opens the channel.
@@ -345,7 +351,7 @@ def test_closing_ends_a_wait_in_another_thread(wait: Callable[[SocketTransport],
         world.transport.isend(torch.zeros(1), 1).wait()
         return time.monotonic() - started
 
-    assert run_ok(work, size=2, transport="sockets")[0] < 5
+    assert run_ok(work, size=2, transport=transport)[0] < 5
 
 
 def test_closing_a_world_of_several_hosts_reaches_its_channels() -> None:
@@ -366,7 +372,7 @@ def test_closing_a_world_of_several_hosts_reaches_its_channels() -> None:
     assert run_ok(work, size=4, transport="hosts")[0] < 5
 
 
-def test_work_that_can_only_fail_is_done() -> None:
+def test_work_that_can_only_fail_is_done(transport: str) -> None:
     def work(world: World) -> None:
         link = messages(world)
         if world.rank == 1:
@@ -379,10 +385,10 @@ def test_work_that_can_only_fail_is_done() -> None:
         with pytest.raises(RankLost, match="rank 1 is gone"):
             receiving.wait()
 
-    run_ok(work, size=2, transport="sockets")
+    run_ok(work, size=2, transport=transport)
 
 
-def test_a_host_that_nothing_answers_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_nothing_answers_from(monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
     """No refusal and no reply, as from behind a wall: the deadline ends it, and names whom it was for."""
 
     def unanswered(*_: object, **__: object) -> socket.socket:
@@ -397,5 +403,5 @@ def test_a_host_that_nothing_answers_from(monkeypatch: pytest.MonkeyPatch) -> No
 
     over = threading.Event()
     monkeypatch.setattr("tutti.transports.sockets.connector.socket.create_connection", unanswered)
-    results = run_threads(work, size=2, transport="sockets", timeout=timedelta(seconds=1))
+    results = run_threads(work, size=2, transport=transport, timeout=timedelta(seconds=1))
     assert results == [None, None]

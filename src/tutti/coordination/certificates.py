@@ -18,6 +18,7 @@ _FIRST_DAY, _LAST_DAY = datetime(2020, 1, 1, tzinfo=UTC), datetime(2120, 1, 1, t
 _AUTHORITY, _MEMBER = "tutti job", "tutti member"
 
 
+@lru_cache(maxsize=8)
 def context(secret: Secret, *, server: bool) -> ssl.SSLContext:
     """A TLS 1.3 context that accepts only members with the same secret, for either end of a connection."""
     authority, chain = _identity(secret)
@@ -25,6 +26,10 @@ def context(secret: Secret, *, server: bool) -> ssl.SSLContext:
     made.minimum_version = ssl.TLSVersion.TLSv1_3
     made.check_hostname = False  # Members have no names: to know the secret is what counts.
     made.verify_mode = ssl.CERT_REQUIRED
+    if server:
+        # A member that only sends never reads such a ticket. The kernel would then reset the connection when the
+        # member closes it, and drop what is still on its way.
+        made.num_tickets = 0
     made.load_verify_locations(cadata=authority)
     # `load_cert_chain` takes a file. One in memory leaves no key on a disk.
     file = os.memfd_create("tutti-certificate")

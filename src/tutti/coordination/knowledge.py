@@ -5,6 +5,9 @@ from typing import Any
 from tutti.coordination.description import MemberDescription
 from tutti.coordination.frames import Message
 
+LEFT = "it has left"
+"""The reason for the loss of a member that left on purpose, with all that it sent still to be read."""
+
 
 class JobKnowledge:
     """Lost members, notices, rosters and answers, as a member has received them. `Member` guards it."""

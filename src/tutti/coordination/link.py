@@ -56,7 +56,8 @@ class ConnectedMember(Member):
         super().__init__(description)
         self.endpoint = endpoint
         self.place = f"the coordinator at {endpoint}"
-        self._secret, self._patience_s = secret, patience.total_seconds()
+        self.secret = self._secret = secret
+        self.patience_s = patience.total_seconds()
         self._loop = asyncio.new_event_loop()
         self._over = False
         self._main: asyncio.Task[None] | None = None
@@ -145,7 +146,7 @@ class ConnectedMember(Member):
         if isinstance(error, ConnectionRefusedError | ConnectionResetError | EOFError):
             self._answered_at = time.monotonic()
         silent_s = time.monotonic() - self._answered_at
-        if silent_s > self._patience_s and self.first_answer.is_set():
+        if silent_s > self.patience_s and self.first_answer.is_set():
             self.exclude(
                 f"it is cut off from the coordinator at {self.endpoint}, which has not answered for {silent_s:.0f} s"
             )
@@ -156,7 +157,7 @@ class ConnectedMember(Member):
         try:
             writer.write(frames.encode(self.hello(tutti.__version__)))
             async with asyncio.timeout(None) as limit:
-                limit.reschedule(self._loop.time() + self._patience_s if not self.first_answer.is_set() else None)
+                limit.reschedule(self._loop.time() + self.patience_s if not self.first_answer.is_set() else None)
                 message = await read_message(reader)
             self.received(message)
             if message["op"] != "welcome":
@@ -184,7 +185,7 @@ class ConnectedMember(Member):
     async def _open(self) -> Streams:
         """Connect and prove the secret."""
         context = tls(self._secret, self.endpoint.address, server=False)
-        async with asyncio.timeout(self._patience_s):
+        async with asyncio.timeout(self.patience_s):
             connection = await self._connect()
             try:
                 # A coordinator that is stopped does not answer from here on, though its kernel has.
@@ -208,7 +209,7 @@ class ConnectedMember(Member):
             connection = close_in_children(socket.socket(family, kind, protocol))
             try:
                 connection.setblocking(False)
-                set_timeouts(connection, self._patience_s)
+                set_timeouts(connection, self.patience_s)
                 await self._loop.sock_connect(connection, address)
             except OSError as error:
                 connection.close()

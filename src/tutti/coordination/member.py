@@ -25,9 +25,11 @@ from collections.abc import Callable
 from typing import Any
 
 from tutti.coordination.activity import Activity, main_stack
+from tutti.coordination.coordinator import PATIENCE
 from tutti.coordination.description import MemberDescription, process_state
 from tutti.coordination.frames import Message
 from tutti.coordination.knowledge import JobKnowledge, is_inside
+from tutti.coordination.secret import Secret
 from tutti.errors import DeadlineExceeded, EnvironmentConflict, RankLost
 
 _CHECK_S = 0.2
@@ -41,6 +43,10 @@ class Member:
         self.description = description
         self.place = "the coordinator"
         """Where the coordinator is, for messages."""
+        self.secret: Secret | None = None
+        """What the members of the job share; None if they are threads of one process."""
+        self.patience_s = PATIENCE.total_seconds()
+        """How long a member may be silent before the others go on without it."""
         self.activity = Activity()
         """What this process is doing, which its heartbeats report."""
         self.known = JobKnowledge()

@@ -34,7 +34,7 @@ import tutti
 from tutti.coordination.description import MemberDescription, ProcessState, process_state
 from tutti.coordination.diagnosis import HeldUp, deadlock_text, deadlocked, diagnose
 from tutti.coordination.frames import Message, ProtocolError
-from tutti.coordination.knowledge import is_inside
+from tutti.coordination.knowledge import LEFT, is_inside
 from tutti.coordination.liveness import MemberRecord, MemberWatch
 from tutti.coordination.values import ValueTable
 
@@ -124,7 +124,7 @@ class CoordinatorState:
             ),
             "ask_stack": lambda _, message, now: self._ask_stack(message["rank"], now),
             "stack": lambda record, message, _: setattr(record, "stack", message["text"]),
-            "bye": lambda record, *_: self._lose(record, "it has left"),
+            "bye": lambda record, *_: self._lose(record, LEFT),
         }
 
     def connect(self, hello: Message, now: float) -> MemberRecord:

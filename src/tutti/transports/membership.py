@@ -33,6 +33,7 @@ from tutti.cluster.hosts import LOOPBACK
 from tutti.coordination import Member, MemberDescription
 from tutti.coordination.activity import Wait
 from tutti.coordination.description import process_state
+from tutti.coordination.knowledge import LEFT
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost
 
 WATCH_SECONDS = 0.5
@@ -135,7 +136,7 @@ class Membership:
 
     def leave(self) -> None:
         """Announce that this rank is done and answers no more."""
-        self.member.notice(self.scope, "left", "it has left", self.num_in_scope)
+        self.member.notice(self.scope, "left", LEFT, self.num_in_scope)
 
     def gone(self) -> dict[int, str]:
         """World ranks that are gone, with how that is known; only the causes, if some went because of others."""
@@ -157,12 +158,13 @@ class Membership:
             return f"its process {process.pid} on {process.host} has ended"
         return None
 
+    def is_excluded(self, rank: int) -> bool:
+        """Whether the job goes on without a rank that has not left by itself: it may take no more part."""
+        reason = self.member.known.lost.get(self.peers[rank].process.id)
+        return reason not in (None, LEFT) and self._notice(self.peers[rank], "left") is None
+
     def _notice(self, peer: Peer, kind: str) -> str | None:
         return self.member.known.notices(self.scope, peer.process.id).get(kind)
-
-    def check(self) -> None:
-        """Raise `RankLost` if this process was excluded from the job."""
-        self.member.check()
 
     def check_peer(self, rank: int) -> None:
         """Raise `ConfigError` unless `rank` is another rank of this group."""
@@ -180,8 +182,12 @@ class Membership:
             )
         return rank_lost_error(self.world_rank, gone)
 
-    def explain_error(self, cause: Exception) -> RankLost | DeadlineExceeded:
-        """Turn a failure of Gloo, MPI or the operating system into the error that names the rank that caused it."""
+    def explain_error(self, cause: Exception, peer: int | None = None) -> RankLost | DeadlineExceeded:
+        """Turn a failure of Gloo, MPI or the operating system into the error that names the rank that caused it.
+
+        Args:
+            peer: the rank that the failed connection is with, which is named if nobody knows more.
+        """
         # A peer's sockets are closed by the kernel a moment before its process is seen to have ended.
         deadline = time.monotonic() + EXPLAIN_SECONDS
         while not (gone := self.gone()) and time.monotonic() < deadline:
@@ -190,6 +196,8 @@ class Membership:
         # Matches "Timed out" and "timed out": libraries spell it differently.
         if not gone and "imed out" in text:
             return self.timeout_error(f"a reply ({text})")
+        if not gone and peer is not None:
+            gone = {self.peers[peer].rank: f"its connection failed: {text}"}
         return self.loss_error(gone, text)
 
     def timeout_error(self, awaited: str) -> DeadlineExceeded:

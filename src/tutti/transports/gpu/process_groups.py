@@ -88,7 +88,7 @@ class TorchGroupWork(Work):
                     if check_at == started + WATCH_SECONDS:
                         stack.enter_context(waiting_for(membership, -1, "take part in an all-reduce by Gloo"))
                     check_at = now + WATCH_SECONDS
-                    membership.check()
+                    membership.member.check()
                     # A rank may do its part and leave: what it sent is still under way.
                     gone = membership.gone()
                     lost_since = min(lost_since, now) if gone else math.inf

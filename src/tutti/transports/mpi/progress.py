@@ -68,7 +68,7 @@ class MpiProgressEngine(ProgressEngine):
         return waiting_for(self._transport.membership, work.peers[0] if one else -1, "reply over MPI")  # type: ignore[union-attr]
 
     def check(self) -> None:
-        self._transport.membership.check()
+        self._transport.membership.member.check()
 
     def _is_peer_lost(self, work: MpiMessage) -> bool:
         # A receive from any source goes on: another rank may still send.

@@ -223,7 +223,7 @@ class MpiTransport(Transport):
             late = now - started > self.timeout.total_seconds()
             if late or now - checked_at > WATCH_SECONDS:
                 checked_at, gone = now, self._lost_peers(work)
-                self.membership.check()
+                self.membership.member.check()
                 # When the peers were first found lost: data under way has `GRACE_SECONDS` from then on to arrive.
                 lost_since = min(lost_since, now) if gone else float("inf")
                 if gone and (late or now - lost_since > GRACE_SECONDS):

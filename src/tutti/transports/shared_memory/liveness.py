@@ -37,7 +37,7 @@ class ChannelLiveness:
         """End the present wait with `RankLost` if the channel was closed here meanwhile."""
         if self.closed or self._inner.closed:
             raise self._channel_membership.closed_error()
-        self._membership.check()
+        self._membership.member.check()
 
     def missing(self) -> dict[int, str]:
         """Ranks of this channel (not world ranks) that will answer here no more, and how that is known."""

@@ -18,6 +18,8 @@ class ChannelHealth:
         self.tolerates_loss = False
         """Whether spawned operations use the channel. Each of them handles the loss of its own peer, so the loss of
         one does not end the channel for the others."""
+        self.failures: dict[int, str] = {}
+        """Why a connection with a peer failed, where that was seen on the connection itself."""
 
     def check_open(self) -> None:
         """Raise `ConfigError` if the channel is closed here."""
@@ -28,7 +30,7 @@ class ChannelHealth:
         """End the present wait with `RankLost` if the channel was closed here meanwhile."""
         if self.interrupted:
             raise self.channel_membership.closed_error()
-        self.membership.check()
+        self.membership.member.check()
 
     def lost(self, peer: int) -> dict[int, str]:
         """The world ranks to blame if `peer` will not answer, else empty; `ANY` is lost when all ranks are."""
@@ -45,13 +47,18 @@ class ChannelHealth:
         while not (lost := self.channel_membership.lost(peer)) and time.monotonic() < deadline:
             time.sleep(0.02)
         self.abort()
-        return self.membership.loss_error(lost, str(cause or "connection closed"))
+        if not lost:
+            # Nobody else knows why. It is this peer all the same: the connection is with no other.
+            reason = self.failures.get(peer) or f"its connection failed: {cause or 'it was closed'}"
+            lost = {self.membership.peers[peer].rank: reason}
+        return self.membership.loss_error(lost)
 
     def operation_error(self, peer: int) -> RankLost:
         """The error for one spawned operation that depends on `peer`, which is lost. The channel continues."""
         # This peer alone, and not the cause of its loss: other operations go on with the other ranks.
         lost = self.membership.peers[peer]
         reason = self.membership.reason_gone(lost) or self.channel_membership.reason_left(peer)
+        reason = reason or self.failures.get(peer)
         return rank_lost_error(self.membership.world_rank, {lost.rank: reason or "its connection is closed"})
 
     def timeout_error(self, awaited: str) -> DeadlineExceeded:

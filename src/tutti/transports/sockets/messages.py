@@ -71,8 +71,10 @@ class IncomingMessage:
 
     def __init__(self, src: int, tag: int, num_bytes: int, dtype_code: int) -> None:
         self.src, self.tag, self.num_bytes, self.dtype_code = src, tag, num_bytes, dtype_code
-        self.buffer: bytearray | None = None
-        """Where it is read to, if not straight into the tensor of a receive."""
+        self.memory: memoryview | None = None
+        """Where it is read to; None if it is dropped, because it does not fit its receive."""
+        self.is_kept = False
+        """Whether `memory` is a buffer of its own, and not that of a receive."""
         self.receive: SocketReceive | None = None
         """The receive it was matched with."""
         self.complete = False

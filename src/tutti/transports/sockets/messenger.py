@@ -49,7 +49,7 @@ class Messenger(ProgressEngine):
 
     def __init__(self, membership: Membership, name: str) -> None:
         """Listen for peers; `name` identifies the channel in the membership's scope."""
-        # Re-entrant, because `_check_awaited_peers` steps the connections under it, and a step takes it again.
+        # Re-entrant: operations that the event loop resumes under it may call `done`, and a step takes it again.
         self.guard = threading.RLock()
         self.membership = membership
         self.health = ChannelHealth(membership, name)
@@ -57,14 +57,16 @@ class Messenger(ProgressEngine):
         """Called when a wait is over, and every `WATCH_SECONDS` of a long wait in which data moved."""
         self.matcher = ReceiveMatcher(membership)
         prefix = f"{name}/messages"
-        self.connections = SocketConnections(membership, self.matcher, self.guard)
+        self.connections = SocketConnections(membership, self.matcher, self.guard, self.health.failures)
         # Peers find this rank's address under the same prefix (`Connector`).
-        membership.set(f"{prefix}/at/{membership.rank}", self.connections.location)
+        membership.set(f"{prefix}/at/{membership.rank}", self.connections.reception.location)
         self.connector = Connector(self.health, self.connections, prefix)
         # A rank that waits in the selector is woken when another is lost or closes the channel.
         self._stop_listening = membership.member.on_change(self.connections.wake)
         self.ended, self.broken = self.connections.ended, self.connections.broken
         self._checked_at = 0.0
+        self._lost_at: dict[int, float] = {}
+        """When it was first noticed that a peer is lost. What connects later does not come from it."""
         self._closed = False
 
     @property
@@ -133,8 +135,7 @@ class Messenger(ProgressEngine):
                 wait.moved()
             # Bytes that moved with this peer restart the deadline, also those of other messages.
             if now > max(started, progressed_at[work.peer]) + timeout_s:
-                who = "any rank" if work.peer == ANY else f"rank {self.membership.peers[work.peer].rank}"
-                raise health.timeout_error(f"{who} to {work.awaited_action}")
+                raise health.timeout_error(self._awaited(work))
             if now - started >= seconds:
                 return False
         return True
@@ -169,7 +170,7 @@ class Messenger(ProgressEngine):
         return waiting_for(self.membership, peer, getattr(work, "awaited_action", "reply"))
 
     def check(self) -> None:
-        self.membership.check()
+        self.membership.member.check()
 
     def interrupt(self) -> None:
         """End every wait, from any thread. Idempotent."""
@@ -192,25 +193,41 @@ class Messenger(ProgressEngine):
     def _check_peer(self, work: SocketSend | SocketReceive, now: float) -> None:
         """Raise if the peer of `work` will never answer."""
         peer, connections = work.peer, self.connections
-        connections.read_partial()
+        # Before what has come is read: so everything is read that a peer sent before it was lost.
+        lost = self.health.lost(peer)
+        connections.check()
         # Data has moved since about the last check.
         if connections.progressed_at[peer] > now - 2 * WATCH_SECONDS:
             self.on_progress()
-        if isinstance(work, SocketReceive) and connections.may_still_arrive(peer, now):
-            return  # The rest of the message may be in the network, though its sender has left.
-        lost = self.health.lost(peer)
-        # It may have connected, sent and left a moment ago: then its message is here by now.
-        if lost and not (connections.step(0) or work.finished):
+        # A receive from any rank whose message broke off waits for another rank now.
+        if not lost or work.finished or work.peer != peer:
+            return
+        if not (isinstance(work, SocketReceive) and self._may_arrive(peer, now)):
             self.channel_membership.abort()
             raise self.membership.loss_error(lost)
 
+    def _may_arrive(self, peer: int, now: float) -> bool:
+        """Whether a message of a peer that is lost may still be in the network, though its sender has left."""
+        return self.connections.may_still_arrive(peer, now, self._lost_at.setdefault(peer, time.monotonic()))
+
+    def _awaited(self, work: SocketSend | SocketReceive) -> str:
+        """What is waited for, for messages."""
+        if work.peer == ANY:
+            return f"any rank to {work.awaited_action}"
+        awaited = f"rank {self.membership.peers[work.peer].rank} to {work.awaited_action}"
+        held = self.connections.held_from(work.peer) if isinstance(work, SocketReceive) else None
+        if held is None:
+            return awaited
+        return f"{awaited} (before it, it sent {held.num_bytes} bytes with tag {held.tag} that no receive asks for)"
+
     def _check_awaited_peers(self) -> None:
         """Mark the peers of posted receives that are gone as ended, also those that never connected."""
-        now, connections = time.monotonic(), self.connections
-        connections.read_partial()
+        now = time.monotonic()
         # A peer that never connected has no connection whose end would be noticed.
-        for peer in self.matcher.awaited_peers() - self.ended:
-            # `step` comes last: the peer may have sent and left between the two questions before it.
-            arriving = connections.may_still_arrive(peer, now)
-            if not arriving and self.channel_membership.lost(peer) and not connections.step(0):
+        awaited = self.matcher.awaited_peers() - self.ended
+        # Before what has come is read: so everything is read that a peer sent before it was lost.
+        lost = [peer for peer in awaited if self.channel_membership.lost(peer)]
+        self.connections.check()
+        for peer in lost:
+            if not self._may_arrive(peer, now):
                 self.ended.add(peer)
