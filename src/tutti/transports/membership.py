@@ -158,11 +158,6 @@ class Membership:
             return f"its process {process.pid} on {process.host} has ended"
         return None
 
-    def is_excluded(self, rank: int) -> bool:
-        """Whether the job goes on without a rank that has not left by itself: it may take no more part."""
-        reason = self.member.known.lost.get(self.peers[rank].process.id)
-        return reason not in (None, LEFT) and self._notice(self.peers[rank], "left") is None
-
     def _notice(self, peer: Peer, kind: str) -> str | None:
         return self.member.known.notices(self.scope, peer.process.id).get(kind)
 
@@ -243,6 +238,12 @@ class Membership:
         """Propose a value; return the one that was proposed first, which is the same on all ranks."""
         self.member.propose(f"{self.scope}/{key}", value)
         return self.await_values([key], awaited, lost=dict)[0]
+
+
+def is_excluded(membership: Membership, rank: int) -> bool:
+    """Whether the job goes on without a rank that has not left by itself: it may take no more part."""
+    known, member = membership.member.known, membership.peers[rank].process.id
+    return known.lost.get(member) not in (None, LEFT) and "left" not in known.notices(membership.scope, member)
 
 
 def address_family(address: str) -> socket.AddressFamily:

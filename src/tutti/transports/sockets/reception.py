@@ -37,7 +37,7 @@ from contextlib import suppress
 
 from tutti.coordination.forks import close_in_children
 from tutti.coordination.handshake import set_timeouts, tls
-from tutti.transports.membership import Membership, address_family
+from tutti.transports.membership import Membership, address_family, is_excluded
 from tutti.transports.sockets.frames import HELLO_BYTES, KEY_BYTES, verify_hello
 
 _HELLO_S = 10.0
@@ -264,7 +264,7 @@ class Reception:
     def _is_welcome(self, rank: int, encrypted: bool) -> bool:
         """Whether a rank may open such a connection here."""
         membership = self._membership
-        if not 0 <= rank < membership.size or rank == membership.rank or membership.is_excluded(rank):
+        if not 0 <= rank < membership.size or rank == membership.rank or is_excluded(membership, rank):
             return False
         return encrypted or not needs_tls(membership, rank, self._tls)
 
