@@ -37,6 +37,8 @@ class MemberRecord:
     stack: str = ""
     """The Python stack of its main thread, when it was last asked for."""
     stack_asked_at: float = -1e9
+    has_met_others: bool = False
+    """Whether it has joined a scope, here or, as others say, at the coordinator before this one."""
 
     @property
     def is_observer(self) -> bool:

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tutti
+from tutti.coordination.activity import check_status
 from tutti.coordination.description import MemberDescription, ProcessState, process_state
 from tutti.coordination.diagnosis import HeldUp, deadlock_text, deadlocked, diagnose
 from tutti.coordination.frames import Message, ProtocolError
@@ -44,6 +45,13 @@ _DIAGNOSIS_S = 0.5
 """How often it is looked for who waits for whom."""
 _STACK_S = 3.0
 """A rank that others have waited for as long is asked for its stack, no more often than this."""
+_MOST_RANKS = 1 << 16
+"""The largest scope."""
+_MOST_MEMBERS = 5_000
+"""Members and losses that are remembered. All of them are in a message, so their number bounds its length."""
+_LONGEST_REASON = 150
+"""Characters of a reason that another member gives for a loss."""
+_LONGEST_ID = 32
 _MISSING_S = 2.0
 """How often those that wait for others to join are told who is missing."""
 
@@ -135,16 +143,13 @@ class CoordinatorState:
                 "the same version on every host"
             )
         description = MemberDescription.from_json(hello["member"])
-        for member, reason in hello["lost"].items():
-            if isinstance(reason, str) and member not in self.lost and member not in self.members:
-                self._remember_lost(member, reason)
-        for known in map(MemberDescription.from_json, hello["known"]):
-            if known.id not in self.lost and known.id not in self.members:
-                self.members[known.id] = MemberRecord(known, now, closed_at=now + self._patience_s)
+        self._learn(hello, now)
         if (reason := self.lost.get(description.id)) is not None:
             raise Refused(f"the job goes on without it: {reason}")
         record = self.members.get(description.id)
         if record is None:
+            if self._is_full:
+                raise Refused(f"the job has {_MOST_MEMBERS} members and losses already")
             record = self.members[description.id] = MemberRecord(description, now)
         elif record.closed_at is None:
             raise Refused("a process with its identity is connected already")
@@ -155,6 +160,22 @@ class CoordinatorState:
                 for kind, reason in kinds.items():
                     self._send(record, op="noticed", scope=scope, member=member, kind=kind, reason=reason)
         return record
+
+    def _learn(self, hello: Message, now: float) -> None:
+        """Take over what a member knows of others. What this coordinator has seen itself counts for more."""
+        for member, reason in hello["lost"].items():
+            if not isinstance(reason, str) or len(member) > _LONGEST_ID:
+                raise ProtocolError("a loss is a member and a reason")
+            if member not in self.lost and member not in self.members and not self._is_full:
+                self._remember_lost(member, reason[:_LONGEST_REASON])
+        for known in map(MemberDescription.from_json, hello["known"]):
+            if known.id not in self.lost and known.id not in self.members and not self._is_full:
+                closed_at = now + self._patience_s
+                self.members[known.id] = MemberRecord(known, now, closed_at=closed_at, has_met_others=True)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self.members) + len(self.lost) >= _MOST_MEMBERS
 
     def receive(self, member: str, message: Message, now: float) -> None:
         """A member has sent a message. Raises `ProtocolError` for what no member sends."""
@@ -216,6 +237,9 @@ class CoordinatorState:
 
     def _join(self, record: MemberRecord, message: Message, now: float) -> None:
         name, rank, size = message["scope"], message["rank"], message["size"]
+        if not 0 < size <= _MOST_RANKS:
+            raise ProtocolError(f"a scope has 1 to {_MOST_RANKS} ranks")
+        record.has_met_others = True
         scope = self._scopes.setdefault(name, _Scope(size, now, now))
         holder = scope.members.get(rank, record.id)
         if not 0 <= rank < scope.size or size != scope.size:
@@ -259,6 +283,7 @@ class CoordinatorState:
         self._broadcast(op="forget", scope=scope)
 
     def _beat(self, record: MemberRecord, message: Message, _: float) -> None:
+        check_status(message["status"])
         record.status, record.process = message["status"], None
 
     # Diagnosis
@@ -308,8 +333,11 @@ class CoordinatorState:
         del self.members[member]
         if record.is_observer:
             return
-        self._lost_ranks[record.description.rank] = reason
         self._values.drop_member(member)
+        if not record.has_met_others:  # Nobody knows it, so nobody has to be told; it may even come back.
+            self._forget_stranger(member, reason)
+            return
+        self._lost_ranks[record.description.rank] = reason
         for scope in self._scopes.values():
             if scope.missing:  # It may be started again, before the scope is complete.
                 scope.members = {rank: holder for rank, holder in scope.members.items() if holder != member}
@@ -319,6 +347,12 @@ class CoordinatorState:
         for name, scope in list(self._scopes.items()):
             if member in scope.members.values():
                 self._forget_if_over(name, scope.size)
+
+    def _forget_stranger(self, member: str, reason: str) -> None:
+        """Forget a member that has joined nothing: were such ones remembered, they could fill the memory."""
+        for notices in self._notices.values():
+            notices.pop(member, None)
+        self.outbox.append((member, {"op": "refused", "reason": f"the job goes on without it: {reason}"}))
 
     def _remember_lost(self, member: str, reason: str) -> None:
         self.lost[member] = reason
