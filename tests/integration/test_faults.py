@@ -2,15 +2,20 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import tutti
+from tutti.coordination.description import start_time
 from tutti.errors import WorkerFailed
+from tutti.launch.supervisor_pipe import SupervisorPipe
 
 WORKERS, VICTIM, STEPS, FAULT_AT = 3, 1, 40, 12
 PATIENCE_S = 1.0
@@ -102,3 +107,61 @@ def test_others_go_on_without_a_stopped_rank(
     said = said_by(capfd)
     assert f"[rank {VICTIM}] was stopped: its process" in said
     assert "the others go on without it" in said
+
+
+# --- a killed launcher ---
+
+
+def starts_children() -> None:
+    """Start a program and a worker of a DataLoader, say who they are, and wait."""
+    world = tutti.init()
+    program = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import signal; signal.pause()"])
+    loader = DataLoader(TensorDataset(torch.arange(64.0)), num_workers=1, persistent_workers=True)
+    batches = iter(loader)
+    next(batches)
+    children = [program.pid, *(worker.pid for worker in batches._workers)]  # type: ignore[attr-defined]
+    SupervisorPipe().progress(children=[*children, os.getpid()])
+    world.transport.all_reduce(torch.ones(1)).wait()  # type: ignore[attr-defined]
+    signal.pause()
+
+
+def launch_and_tell() -> None:
+    tutti.launch(starts_children, workers=2, watch=lambda _, values: print("pids", *values["children"], flush=True))
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_nothing_outlives_a_killed_launcher(start: str) -> None:
+    """Not even what the workers have started."""
+    code = f"import sys; sys.path[:0] = {sys.path!r}; import test_faults; test_faults.launch_and_tell()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "TUTTI_START": start}
+    ) as launcher:
+        assert launcher.stdout is not None
+        try:
+            lines = [launcher.stdout.readline() for _ in range(2)]
+            pids = [int(word) for line in lines for word in line.split()[1:]]
+            assert len(pids) == 6
+        finally:
+            launcher.kill()
+        launcher.wait(10)
+        # The end of the pipe: all that had it are gone.
+        launcher.stdout.read()
+    deadline = time.monotonic() + 5
+    while (left := [pid for pid in pids if start_time(pid) != -1]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left
+
+
+# --- ranks that wait for each other ---
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
+@pytest.mark.parametrize("strategy", ["native", "ring"])
+def test_an_operation_of_one_rank_alone_is_a_deadlock(strategy: str, transport: str) -> None:
+    with pytest.raises(WorkerFailed) as failed:
+        tutti.launch(train, strategy, "reduce", workers=WORKERS, transport=transport)
+    said = str(failed.value)
+    assert "ranks wait for each other, and none can go on" in said
+    for rank in range(WORKERS):
+        assert f"rank {rank} (step {FAULT_AT + 1}) waits for rank" in said
+    assert "All ranks must call the same operations in the same order" in said
