@@ -576,8 +576,8 @@ def let_go(*processes: subprocess.Popen[str]) -> None:
 def test_rank_that_never_comes() -> None:
     port = free_port()
     with (
-        started_warm("-c", MEET, TUTTI_TIMEOUT="2", **variables_of(0, 3, port)) as first,
-        started_warm("-c", MEET, TUTTI_TIMEOUT="2", **variables_of(1, 3, port)) as second,
+        started_warm("-c", MEET, TUTTI_TIMEOUT="4", **variables_of(0, 3, port)) as first,
+        started_warm("-c", MEET, TUTTI_TIMEOUT="4", **variables_of(1, 3, port)) as second,
     ):
         let_go(first, second)
         outputs = [process.communicate(timeout=40)[0] for process in (first, second)]

@@ -1,5 +1,6 @@
 """The coordinator's decisions, told what happened and when: no sockets, no clock."""
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ class Job:
         self.members = [MemberDescription(f"m{rank}", rank, host, host, rank, 1) for rank, host in enumerate(hosts)]
         for member in self.members:
             self.hello(member)
+            self.state.members[member.id].has_met_others = True  # As if they had joined a world.
         self.told()
 
     def hello(self, member: MemberDescription, **fields: Any) -> None:
@@ -261,3 +263,60 @@ def test_a_member_cannot_speak_for_the_coordinator(op: str) -> None:
     if op not in handled:
         with pytest.raises(ProtocolError, match="do not send"):
             job.state.receive("m0", {"op": op}, job.now)
+
+
+# --- members that lie ---
+
+
+def test_who_has_met_nobody_is_not_remembered() -> None:
+    job = Job("a")
+    for number in range(100):
+        stranger = MemberDescription(f"s{number}", 1, "a", "a", 77, 1)
+        job.hello(stranger)
+        job.processes[77] = "ended"
+        job.state.receive(stranger.id, {"op": "notice", "scope": "x", "kind": "fled", "reason": "", "size": 9}, job.now)
+        job.state.disconnect(stranger.id, job.now)
+    assert job.state.members.keys() == {"m0"}
+    assert not job.lost
+    assert not any(job.state._notices.values())
+
+
+def test_what_others_claim_is_bounded() -> None:
+    job = Job("a", "a")
+    job.hello(MemberDescription("liar", 5, "b", "b", 1, 1), lost={"m1": "I say so"})
+    assert "m1" in job.state.members, "what the coordinator sees itself counts for more"
+    for start in range(0, 20_000, 1000):
+        lost = {f"x{number}": "r" * 1000 for number in range(start, start + 1000)}
+        liar = MemberDescription(f"liar{start}", 5, "b", "b", 1, 1)
+        with suppress(Refused):
+            job.hello(liar, lost=lost)
+    assert len(job.lost) <= 5000
+    assert max(map(len, job.lost.values())) <= 150
+    job.told()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"op": "join", "scope": "w", "rank": 0, "size": 1 << 40},
+        {"op": "join", "scope": "w", "rank": 0, "size": 0},
+        {"op": "beat", "status": {"waits": "none"}},
+        {"op": "beat", "status": {"phase": "p"}},
+        {
+            "op": "beat",
+            "status": {**dict.fromkeys(("phase_s", "usual_s", "step_s", "step"), 1), "phase": "p", "waits": [1]},
+        },
+        {"op": "welcome", "version": "1", "lost": {}},
+    ],
+)
+def test_contents_that_no_member_sends(message: Message) -> None:
+    job = Job("a", "a")
+    with pytest.raises(ProtocolError):
+        job.state.receive("m0", message, job.now)
+    job.wait(1)
+
+
+def test_a_description_that_is_none() -> None:
+    job = Job("a")
+    with pytest.raises(ProtocolError):
+        job.hello(job.members[0], known=[7])

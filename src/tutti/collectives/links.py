@@ -24,7 +24,7 @@ _SIZES = (64, 1024, 16 * 1024, 64 * 1024, 256 * 1024, 2**20, 4 * 2**20, 16 * 2**
 _LONG_ENOUGH_S = 0.02
 """A message that takes this long shows the rate. After two such sizes, larger ones are not tried."""
 
-_SIZE_BUDGET_S, _MIN_ROUNDS, _MAX_ROUNDS = 0.05, 2, 15
+_SIZE_BUDGET_S, _MIN_ROUNDS, _MAX_ROUNDS = 0.1, 2, 15
 """Seconds for the round trips of one size, and the fewest and most of them."""
 
 _MAX_PARTNERS = 8

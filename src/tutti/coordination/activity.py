@@ -21,11 +21,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from tutti.coordination.frames import ProtocolError
+
 _NEW_WEIGHT = 0.2
 """Weight of the newest duration in what is usual."""
 
 _MANY_FAULTS = 200.0
 """Page faults a second that go to the disk, from which on a process is said to wait for memory."""
+_MOST_WAITS, _MOST_RANKS = 8, 64
+"""Waits that are reported, and ranks of each."""
 
 _LONGEST_STACK = 16_000
 """Characters of a stack that are reported: its innermost part."""
@@ -136,13 +140,13 @@ class Activity:
             "step_s": round(self._usual.get("step", 0.0), 6),
             "waits": [
                 {
-                    "ranks": list(wait.ranks)[:64],
+                    "ranks": list(wait.ranks)[:_MOST_RANKS],
                     "action": wait.action,
                     "s": round(now - wait.since, 3),
                     "any_of": wait.any_of,
                     "background": thread in self._background and not self._awaited[thread],
                 }
-                for thread, wait in list(self._waits.items())[:8]
+                for thread, wait in list(self._waits.items())[:_MOST_WAITS]
             ],
             "memory": self._memory_pressure(now),
         }
@@ -153,6 +157,44 @@ class Activity:
         self._faults = num_faults, now
         rate = (num_faults - before) / max(now - read_at, 1e-3)
         return f"{rate:.0f} pages a second are read back from the disk" if rate > _MANY_FAULTS else ""
+
+
+_STATUS: dict[str, tuple[type, ...]] = {
+    "phase": (str,),
+    "phase_s": (int, float),
+    "usual_s": (int, float),
+    "step": (int,),
+    "step_s": (int, float),
+    "waits": (list,),
+    "memory": (str,),
+}
+_WAIT: dict[str, tuple[type, ...]] = {
+    "ranks": (list,),
+    "action": (str,),
+    "s": (int, float),
+    "any_of": (bool,),
+    "background": (bool,),
+}
+
+
+def check_status(status: dict[str, Any]) -> None:
+    """Raise `ProtocolError` for a status that no process reports: what it says goes into sums and tables."""
+    if not status:
+        return  # A member that has nothing to report yet.
+    waits = status.get("waits")
+    fits = _fits(status, _STATUS) and isinstance(waits, list) and len(waits) <= _MOST_WAITS
+    if not fits or not all(_fits(wait, _WAIT) for wait in status["waits"]):
+        raise ProtocolError("a status that no process reports")
+    for wait in status["waits"]:
+        if len(wait["ranks"]) > _MOST_RANKS or any(type(rank) is not int for rank in wait["ranks"]):
+            raise ProtocolError("a wait for what are no ranks")
+
+
+def _fits(fields: Any, kinds: dict[str, tuple[type, ...]]) -> bool:
+    if not isinstance(fields, dict) or fields.keys() != kinds.keys():
+        return False
+    texts = (value for value in fields.values() if isinstance(value, str))
+    return all(type(fields[name]) in kind for name, kind in kinds.items()) and all(len(t) <= 1000 for t in texts)
 
 
 def main_stack() -> str:

@@ -217,7 +217,11 @@ class Coordinator:
             writer = self._writers.get(member)
             if writer is None or writer.is_closing():
                 continue
-            writer.write(frames.encode(message))
+            try:
+                writer.write(frames.encode(message))
+            except ProtocolError:  # Too long: this member cannot be served, and the others must be.
+                writer.transport.abort()
+                continue
             if message["op"] == "refused":
                 writer.close()  # After what was written.
             elif writer.transport.get_write_buffer_size() > _MOST_UNREAD_BYTES:

@@ -41,7 +41,11 @@ class MemberDescription:
     def from_json(cls, fields: dict[str, Any]) -> "MemberDescription":
         """Check and take over what `to_json` returned. Raises `ProtocolError`."""
         kinds = {"id": str, "rank": int, "host": str, "host_id": str, "pid": int, "started": int}
-        if fields.keys() != kinds.keys() or any(type(fields[name]) is not kind for name, kind in kinds.items()):
+        if (
+            not isinstance(fields, dict)
+            or fields.keys() != kinds.keys()
+            or any(type(fields[name]) is not kind for name, kind in kinds.items())
+        ):
             raise ProtocolError("a member is described by id, rank, host, host_id, pid and started")
         if any(len(text) > 300 for text in fields.values() if isinstance(text, str)) or not fields["id"]:
             raise ProtocolError("a member's description is empty or too long")

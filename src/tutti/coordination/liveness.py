@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from tutti.coordination.activity import check_status
 from tutti.coordination.description import MemberDescription, ProcessState
 
 _RECONNECT_S = 0.2
@@ -37,9 +38,12 @@ class MemberRecord:
     stack: str = ""
     """The Python stack of its main thread, when it was last asked for."""
     stack_asked_at: float = -1e9
+    has_met_others: bool = False
+    """Whether it has joined a scope, here or, as others say, at the coordinator before this one."""
 
     def reported(self, status: dict[str, Any]) -> None:
-        """Take in a heartbeat, which also shows that the process runs."""
+        """Take in a heartbeat, which also shows that the process runs. Raises `ProtocolError`."""
+        check_status(status)
         self.status, self.process = status, None
 
     @property

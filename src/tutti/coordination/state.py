@@ -44,6 +44,13 @@ _DIAGNOSIS_S = 0.5
 """How often it is looked for who waits for whom."""
 _STACK_S = 3.0
 """A rank that others have waited for as long is asked for its stack, no more often than this."""
+_MOST_RANKS = 1 << 16
+"""The largest scope."""
+_MOST_MEMBERS = 5_000
+"""Members and losses that are remembered. All of them are in a message, so their number bounds its length."""
+_LONGEST_REASON = 150
+"""Characters of a reason that another member gives for a loss."""
+_LONGEST_ID = 32
 _MISSING_S = 2.0
 """How often those that wait for others to join are told who is missing."""
 
@@ -70,6 +77,11 @@ class _Scope:
     @property
     def missing(self) -> list[int]:
         return [rank for rank in range(self.size) if rank not in self.members]
+
+    def roster(self, records: dict[str, MemberRecord]) -> list[dict[str, Any]]:
+        """Describe the members by rank; a lost one by nothing."""
+        ids = (self.members[rank] for rank in range(self.size))
+        return [records[member].description.to_json() if member in records else {} for member in ids]
 
 
 class CoordinatorState:
@@ -106,7 +118,11 @@ class CoordinatorState:
         self._lost_ranks: dict[int, str] = {}
         """Ranks whose processes were lost, and why."""
         self._scopes: dict[str, _Scope] = {}
-        self._values = ValueTable(self._answer)
+        self._values = ValueTable(
+            lambda member, request, values: self.outbox.append(
+                (member, {"op": "values", "request": request, "values": values})
+            )
+        )
         self._notices: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
         """Reasons by scope, member and kind."""
         self._handlers: dict[str, Callable[[MemberRecord, Message, float], None]] = {
@@ -135,16 +151,13 @@ class CoordinatorState:
                 "the same version on every host"
             )
         description = MemberDescription.from_json(hello["member"])
-        for member, reason in hello["lost"].items():
-            if isinstance(reason, str) and member not in self.lost and member not in self.members:
-                self._remember_lost(member, reason)
-        for known in map(MemberDescription.from_json, hello["known"]):
-            if known.id not in self.lost and known.id not in self.members:
-                self.members[known.id] = MemberRecord(known, now, closed_at=now + self._patience_s)
+        self._learn(hello, now)
         if (reason := self.lost.get(description.id)) is not None:
             raise Refused(f"the job goes on without it: {reason}")
         record = self.members.get(description.id)
         if record is None:
+            if self._is_full:
+                raise Refused(f"the job has {_MOST_MEMBERS} members and losses already")
             record = self.members[description.id] = MemberRecord(description, now)
         elif record.closed_at is None:
             raise Refused("a process with its identity is connected already")
@@ -155,6 +168,22 @@ class CoordinatorState:
                 for kind, reason in kinds.items():
                     self._send(record, op="noticed", scope=scope, member=member, kind=kind, reason=reason)
         return record
+
+    def _learn(self, hello: Message, now: float) -> None:
+        """Take over what a member knows of others. What this coordinator has seen itself counts for more."""
+        for member, reason in hello["lost"].items():
+            if not isinstance(reason, str) or len(member) > _LONGEST_ID:
+                raise ProtocolError("a loss is a member and a reason")
+            if member not in self.lost and member not in self.members and not self._is_full:
+                self._remember_lost(member, reason[:_LONGEST_REASON])
+        for known in map(MemberDescription.from_json, hello["known"]):
+            if known.id not in self.lost and known.id not in self.members and not self._is_full:
+                closed_at = now + self._patience_s
+                self.members[known.id] = MemberRecord(known, now, closed_at=closed_at, has_met_others=True)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self.members) + len(self.lost) >= _MOST_MEMBERS
 
     def receive(self, member: str, message: Message, now: float) -> None:
         """A member has sent a message. Raises `ProtocolError` for what no member sends."""
@@ -216,6 +245,9 @@ class CoordinatorState:
 
     def _join(self, record: MemberRecord, message: Message, now: float) -> None:
         name, rank, size = message["scope"], message["rank"], message["size"]
+        if not 0 < size <= _MOST_RANKS:
+            raise ProtocolError(f"a scope has 1 to {_MOST_RANKS} ranks")
+        record.has_met_others = True
         scope = self._scopes.setdefault(name, _Scope(size, now, now))
         holder = scope.members.get(rank, record.id)
         if not 0 <= rank < scope.size or size != scope.size:
@@ -230,13 +262,9 @@ class CoordinatorState:
                 # To all when it becomes complete, and to one that joins again after its connection broke.
                 for member in [record.id] if complete_before else scope.members.values():
                     if member in self.members:
-                        self._send(self.members[member], op="roster", scope=name, members=self._roster(scope))
+                        self._send(self.members[member], op="roster", scope=name, members=scope.roster(self.members))
             return
         self._send(record, op="conflict", scope=name, reason=reason)
-
-    def _roster(self, scope: _Scope) -> list[dict[str, Any]]:
-        ids = (scope.members[rank] for rank in range(scope.size))
-        return [self.members[member].description.to_json() if member in self.members else {} for member in ids]
 
     def _notice(self, record: MemberRecord, message: Message, _: float) -> None:
         scope, kind, reason = message["scope"], message["kind"], message["reason"]
@@ -302,13 +330,18 @@ class CoordinatorState:
         del self.members[member]
         if record.is_observer:
             return
-        self._lost_ranks[record.description.rank] = reason
         self._values.drop_member(member)
+        # To itself too, if it is connected: it then knows that it was evicted, and why.
+        self.outbox.append((member, {"op": "refused", "reason": f"the job goes on without it: {reason}"}))
+        if not record.has_met_others:
+            # Nobody knows it, so nobody has to be told. Were such ones remembered, they could fill the memory.
+            for notices in self._notices.values():
+                notices.pop(member, None)
+            return
+        self._lost_ranks[record.description.rank] = reason
         for scope in self._scopes.values():
             if scope.missing:  # It may be started again, before the scope is complete.
                 scope.members = {rank: holder for rank, holder in scope.members.items() if holder != member}
-        # To itself too, if it is connected: it then knows that it was evicted, and why.
-        self.outbox.append((member, {"op": "refused", "reason": f"the job goes on without it: {reason}"}))
         self._remember_lost(member, reason)
         for name, scope in list(self._scopes.items()):
             if member in scope.members.values():
@@ -319,9 +352,6 @@ class CoordinatorState:
         self._broadcast(op="lost", member=member, reason=reason)
 
     # Sending
-
-    def _answer(self, member: str, request: int, values: list[str]) -> None:
-        self.outbox.append((member, {"op": "values", "request": request, "values": values}))
 
     def _send(self, record: MemberRecord, **message: Any) -> None:
         self.outbox.append((record.id, message))

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from tutti.errors import ConfigError
 from tutti.launch import command, fork_client
 from tutti.launch.fork_client import ForkChannel, ForkedProcess, ForkRefused, file_with, last_line
+from tutti.launch.guardian import Guardian
 from tutti.launch.interpreter import main_of
 from tutti.launch.lab.placement import ProcessPlacement
 from tutti.launch.supervisor_pipe import PARENT, PIPE_VARIABLE
@@ -181,6 +182,8 @@ class WorkerStarter:
         if may_fork(program, environment):
             self.channel = fork_client.channel(environment, program.modules)
         self._forks = self.channel is not None
+        self._guardian: Guardian | None = None
+        """Ends the children of spawned workers, should this process be killed; made with the first such worker."""
 
     def start(self, rank: int, environment: dict[str, str], files: Sequence[int]) -> Process:
         """Start a worker. `files`: its stdout, its stderr and its end of the supervisor pipe."""
@@ -225,6 +228,9 @@ class WorkerStarter:
         """End what this run still has in the fork server. May be called again, which does nothing."""
         if self.channel is not None:
             self.channel.close()
+        if self._guardian is not None:
+            self._guardian.close()
+            self._guardian = None
 
     def _fork(self, rank: int, environment: dict[str, str], files: Sequence[int]) -> ForkedProcess | None:
         """Ask the fork server for a worker; None if it refuses, after a warning."""
@@ -254,7 +260,9 @@ class WorkerStarter:
     ) -> subprocess.Popen[bytes]:
         # The payload is passed by its number, as an argument: an inherited file keeps its number in the child.
         out, err, pipe = files
-        return subprocess.Popen(
+        if self._guardian is None:
+            self._guardian = Guardian()
+        process = subprocess.Popen(
             [*self._placement.prefix(rank), *self._program.spawned_command(), *map(str, payload)],
             stdin=subprocess.DEVNULL,
             stdout=out,
@@ -263,6 +271,8 @@ class WorkerStarter:
             env={**environment, PIPE_VARIABLE: str(pipe), PARENT: str(os.getpid())},
             start_new_session=True,  # So that its own children can be ended with it.
         )
+        self._guardian.watch(process.pid)
+        return process
 
 
 def may_fork(program: Program, environment: dict[str, str]) -> bool:

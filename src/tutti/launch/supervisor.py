@@ -26,7 +26,7 @@ Stopping sends SIGTERM to the process groups that run, waits `_GRACE_S`, then se
 ended workers included, so that children which a worker left behind end too. Each worker is the leader of its own
 session, so its number is also that of its group. Whatever interrupts that, the connection to the fork server is
 closed, upon which the server kills what it forked. If the supervisor itself is killed, the kernel kills spawned
-workers, and the fork server kills forked ones."""
+workers, a guardian (`tutti.launch.guardian`) kills what they have started, and the fork server kills forked ones."""
 
 import os
 import selectors

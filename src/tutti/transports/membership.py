@@ -25,7 +25,7 @@ excluded from the job (`RankLost`), or after `timeout` (`DeadlineExceeded`).
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -41,6 +41,9 @@ WATCH_SECONDS = 0.5
 
 EXPLAIN_SECONDS = 1.0
 """How long to look for the cause of a broken connection: sockets close a little before the process is seen to end."""
+
+_FLEE_SECONDS = 0.5
+"""How long a rank that fails because of another waits until the others are told so."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,10 @@ class Membership:
 
     def _flee(self) -> None:
         self.member.notice(self.scope, "fled", "it stopped because of another rank", self.num_in_scope)
+        # The process may end at once after this, and what it has not sent by then would be lost with it.
+        if self.member.connected:
+            with suppress(RankLost, DeadlineExceeded):  # This process was excluded: then nobody waits for it.
+                self.member.sync(_FLEE_SECONDS)
 
     # Values
 
