@@ -28,6 +28,7 @@ OPTIONS = {
     "bench collectives": "--json --lab --plot --rounds --sizes --workers",
     "bench overhead": "--compiled --device --json --rounds RECIPE",
     "bench codecs": "--device --json --rounds --size",
+    "bench faults": "--control-steps --json --kinds --quick --repeats --seed",
     "bench fidelity": "--json --models --rates --steps --strategies",
     "bench compression": "--codecs --ddp-hooks --json --lab --rounds --strategy --workers MODEL",
     "bench strategies": "--batch --json --lab --post-local-sgd --rounds --slow --strategies --workers MODEL",

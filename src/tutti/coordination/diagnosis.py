@@ -96,23 +96,23 @@ def diagnose(rows: Sequence[Row], lost: dict[int, str] | None = None) -> list[He
 
 
 def deadlocked(rows: Sequence[Row], patience_s: float) -> list[Row]:
-    """The ranks of which each waits, for longer than `patience_s`, for another of them: none of them can go on."""
-    stuck = {}
-    for row in rows:
-        wait = _foreground_wait(row)
-        if wait is not None and wait["s"] > patience_s and row["silent_s"] < _SILENT_S and row["connected"]:
-            stuck[row["rank"]] = row, wait
-    while True:
-        # A rank that waits for some that are not stuck may still go on.
-        free = [
-            rank
-            for rank, (_, wait) in stuck.items()
-            if not (all if wait["any_of"] else any)(other in stuck for other in wait["ranks"])
-        ]
-        if not free:
-            return [row for row, _ in stuck.values()]
-        for rank in free:
-            del stuck[rank]
+    """The ranks of which each waits, for longer than `patience_s`, for another of them, and those that wait for these.
+
+    None of them can go on.
+    """
+    waits = {row["rank"]: wait for row in rows if _reports(row) and (wait := _foreground_wait(row)) is not None}
+
+    def waits_for(rank: int, others: set[int]) -> bool:
+        return (all if waits[rank]["any_of"] else any)(other in others for other in waits[rank]["ranks"])
+
+    stuck = {rank for rank, wait in waits.items() if wait["s"] > patience_s}
+    # A rank that waits for some that are not stuck may still go on.
+    while free := {rank for rank in stuck if not waits_for(rank, stuck)}:
+        stuck -= free
+    # Whoever waits for them is stuck too, however short its wait is yet.
+    while more := {rank for rank in waits if rank not in stuck and waits_for(rank, stuck)}:
+        stuck |= more
+    return [row for row in rows if row["rank"] in stuck]
 
 
 def deadlock_text(rows: Sequence[Row]) -> str:

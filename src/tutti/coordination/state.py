@@ -40,7 +40,7 @@ from tutti.coordination.values import ValueTable
 
 _LATE_TICK_S = 1.0
 """A tick that comes later than this after the one before shows that the coordinator itself was stopped."""
-_DIAGNOSIS_S = 0.5
+_DIAGNOSIS_S = 0.25
 """How often it is looked for who waits for whom."""
 _STACK_S = 3.0
 """A rank that others have waited for as long is asked for its stack, no more often than this."""
@@ -205,6 +205,8 @@ class CoordinatorState:
     def tick(self, now: float) -> float:
         """Do what is due; return after how many seconds to call again."""
         if (gap := now - self._ticked_at) > _LATE_TICK_S:
+            # What members reported is old by as much, and is not judged before they have reported again.
+            self._diagnosed_at = now + _LATE_TICK_S
             for record in self.members.values():
                 record.heard_at += gap
                 if record.closed_at is not None:

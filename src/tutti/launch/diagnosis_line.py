@@ -1,6 +1,7 @@
 """The launcher's report of ranks that hold others up: one line, updated in place on a terminal."""
 
 import sys
+from collections.abc import Callable
 from typing import TextIO
 
 from tutti.coordination.diagnosis import HeldUp
@@ -13,7 +14,11 @@ class DiagnosisLine:
     time the wait has doubled.
     """
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, stream: TextIO | None = None, listener: Callable[[tuple[HeldUp, ...]], None] = lambda held_up: None
+    ) -> None:
+        """Write to `stream`, standard error by default, and call `listener` with every new finding."""
+        self._listener = listener
         self._stream = stream or sys.stderr
         self._in_place = self._stream.isatty()
         self._shown = False
@@ -27,6 +32,7 @@ class DiagnosisLine:
         if held_up is self.last:
             return
         before, self.last = self.last, held_up
+        self._listener(held_up)
         if self._in_place:
             self._write_over(str(held_up[0]) if held_up else "")
             return

@@ -56,8 +56,19 @@ def launch(
         environment["TUTTI_TIMEOUT"] = str(parse_duration(timeout).total_seconds())
     if transport is not None:
         environment["TUTTI_TRANSPORT"] = transport
-    program = Program(["--function"], _pickled(function, args))
-    return Supervisor(program, _placement(workers, lab), environment, watch).run()
+    return supervise(function, args, workers, environment, watch, lab).run()
+
+
+def supervise(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    workers: int | None,
+    environment: dict[str, str],
+    watch: Watcher | None = None,
+    lab: Lab | None = None,
+) -> Supervisor:
+    """Make the supervisor of a launch, with variables for its workers. Its `run` starts them."""
+    return Supervisor(Program(["--function"], _pickled(function, args)), _placement(workers, lab), environment, watch)
 
 
 def run_script(argv: Sequence[str], workers: int | None, environment: dict[str, str], lab: Lab | None = None) -> None:

@@ -111,7 +111,10 @@ class Supervisor:
         self.failed_alone: WorkerFailed | None = None
         """After a run that went on without a worker whose own code failed: the error of the first such one."""
         self._coordinator: Coordinator | None = None
-        self._diagnosis = DiagnosisLine()
+        self.diagnosis = DiagnosisLine()
+        """Reports who holds the others up."""
+        self.losses: list[tuple[int, str]] = []
+        """Ranks that the others went on without, and why."""
         self._announcement: Path | None = None
         """The file by which `tutti status` finds this run."""
         self._store: Any = None
@@ -201,7 +204,7 @@ class Supervisor:
             # Output is read in every round, also while workers end: a full pipe would block them.
             self._read(_POLL_S)
             self._kill_evicted()
-            self._diagnosis.update(self._coordinator.held_up if self._coordinator is not None else ())
+            self.diagnosis.update(self._coordinator.held_up if self._coordinator is not None else ())
             failed_before = self._first_failed is not None
             self._note_ends()
             # A store that ends after a failure of an earlier round is not its cause.
@@ -242,7 +245,7 @@ class Supervisor:
                     if self._watch is not None:
                         self._watch(worker.rank, values)
             else:
-                self._diagnosis.clear()
+                self.diagnosis.clear()
                 worker.outputs[key.fd].write(data)
 
     def _receive_ends(self) -> None:
@@ -296,7 +299,8 @@ class Supervisor:
         _signal_group(worker.process.pid, signal.SIGKILL)
         outlook = ": the others go on without it" if len(self._lost) < len(self._workers) else ""
         reason = " ".join((worker.reason() or "failed").split()).rstrip(".")
-        self._diagnosis.clear()
+        self.losses.append((worker.rank, reason))
+        self.diagnosis.clear()
         # The traceback is printed nowhere else: the run may end well.
         trace = worker.inbox.failure.traceback if worker.inbox.failure and not worker.knocked_on else ""
         print(f"{trace}[rank {worker.rank}] {reason}{outlook}", file=sys.stderr, flush=True)
@@ -366,7 +370,7 @@ class Supervisor:
         first = self._failure()
         if first is None:
             return
-        for each in self._diagnosis.last:
+        for each in self.diagnosis.last:
             print(f"tutti: when it failed: {each}", file=sys.stderr)
         # Ranks that failed only because of the first one get a line each; the error to raise is that of the first
         # alone.

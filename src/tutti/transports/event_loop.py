@@ -42,6 +42,9 @@ from tutti.transports.membership import WATCH_SECONDS
 _STAY_AWAY_SECONDS = 0.001
 """How long the loop's thread leaves the turn to callers that drive. Other operations are delayed as much."""
 
+_UNREPORTED_SECONDS = 0.1
+"""A wait that lasts longer is reported to the coordinator."""
+
 
 class ProgressEngine(ABC):
     """Moves the messages of one transport for an event loop, and says which work is over."""
@@ -139,7 +142,7 @@ class _SpawnedOperation(DrivableWork):
         return self._ended.is_set()
 
     def wait(self) -> None:
-        if not self._ended.wait(min(WATCH_SECONDS, self._loop.timeout_s)):
+        if not self._ended.wait(min(_UNREPORTED_SECONDS, self._loop.timeout_s)):
             self._wait_long()
         if self._error is not None:
             raise self._error

@@ -9,6 +9,7 @@ from tutti.cli.bench.checks import checks
 from tutti.cli.bench.codecs import codecs
 from tutti.cli.bench.collectives import collectives
 from tutti.cli.bench.compression import compression
+from tutti.cli.bench.faults import faults
 from tutti.cli.bench.fidelity import fidelity
 from tutti.cli.bench.meshes import meshes
 from tutti.cli.bench.overhead import overhead
@@ -31,6 +32,7 @@ for _command in (
     checks,
     codecs,
     fidelity,
+    faults,
     compression,
     strategies,
     plan,

@@ -2,9 +2,11 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 
+from tutti.errors import DeadlineExceeded, RankLost
 from tutti.transports.membership import ChannelMembership, Membership
 from tutti.transports.shared_memory.counters import RankCounters
 from tutti.transports.shared_memory.flags import Flags
@@ -12,6 +14,9 @@ from tutti.transports.sockets.transport import SocketTransport
 
 CHECK_SECONDS = 0.1
 """How often a waiting rank checks whether the ranks it waits for are still there."""
+
+_EXPLAIN_SECONDS = 0.3
+"""How long to wait for the coordinator's word, before a rank is blamed that closed the channel."""
 
 _CLOSED = "it has closed this channel"
 
@@ -93,7 +98,7 @@ class ChannelLiveness:
                 late = [ranks[index] for index in np.flatnonzero(flags.counters[slots] < value).tolist()]
                 wait.ranks = self._world_ranks(late)
                 if (lost := gone(late)) and not flags.reached(slots, value):  # It may have gone after doing its part.
-                    raise self._membership.loss_error(lost)
+                    raise self._membership.loss_error(self._causes(lost))
                 if progress != self._counters.progress():  # A rank waits for other hosts, and data comes from them.
                     deadline, progress = time.monotonic() + self._timeout_s, self._counters.progress()
                     wait.moved()
@@ -102,6 +107,14 @@ class ChannelLiveness:
                     raise self._membership.timeout_error(f"rank {names} to {action}")
                 if flags.wait(slots, value, CHECK_SECONDS):
                     return
+
+    def _causes(self, lost: dict[int, str]) -> dict[int, str]:
+        """The ranks to blame for ranks that closed the channel: those may have heard of a loss earlier than this one."""
+        if not self._membership.gone():
+            with suppress(RankLost, DeadlineExceeded):
+                # The coordinator told them and this rank at the same time, so it is on its way.
+                self._membership.member.sync(_EXPLAIN_SECONDS)
+        return self._membership.gone() or lost
 
     def _reason_gone(self, rank: int) -> str | None:
         """How it is known that a rank will answer here no more; None if it may."""
