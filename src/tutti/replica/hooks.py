@@ -54,8 +54,6 @@ class HookedReplica(Replica):
         """Whether backward passes are exchanged; False inside `no_sync`."""
         self.away = False
         """Whether this rank takes no part for the moment."""
-        self.in_consensus = False
-        """Whether the model holds the consensus parameters of all ranks, and not those that this rank trains."""
         self.on_caught: Callable[[str], None] | None = None
         """Called with a parameter's name when its factors are caught; autograd calls no hook of that parameter then."""
         self.checks: Checks | None = None

@@ -103,6 +103,8 @@ class Replica(ABC):
         """Names of parameters whose gradients are in no bucket: their factors are exchanged."""
         self.left_out: frozenset[str] = frozenset()
         """Names of parameters that are not exchanged for the time being, and have no gradient after backward."""
+        self.in_consensus = False
+        """Whether the model holds the consensus parameters of all ranks, and not those that this rank trains."""
         self.steps = 0
         """Steps of the optimiser so far."""
         self.compute_clock: GradientClock | None = None

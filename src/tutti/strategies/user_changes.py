@@ -8,7 +8,6 @@ Forward passes without gradients are evaluations. Other weights may be in the mo
 steps, if the parameters are put back before the next pass with gradients.
 """
 
-from collections.abc import Sequence
 from typing import Any
 from weakref import ref
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from tutti.errors import ConfigError
 from tutti.replica.buckets import Slot
 from tutti.replica.owned_hooks import OwnedHook
+from tutti.replica.replica import Replica
 
 _NUM_COMPARED_BY_VALUE = 3
 """Steps after which values are compared. A script that changes parameters usually does so from the start."""
@@ -32,12 +32,13 @@ class UserChanges:
     put back as soon as the model holds anything else.
     """
 
-    def __init__(self, model: nn.Module, slots: Sequence[Slot], rank: int, remedy: str) -> None:
-        """Watch `slots`, parameters of `model`; `rank` is named in errors, which end with the `remedy`.
+    def __init__(self, replica: Replica, rank: int, remedy: str) -> None:
+        """Watch the parameters of `replica`; `rank` is named in errors, which end with the `remedy`.
 
         Without a remedy forward passes check nothing: the caller asks for what has `changed`.
         """
-        self._slots = slots
+        self._replica = ref(replica)  # Weak: the replica holds this through its listener.
+        self._slots = replica.slots
         self._rank = rank
         self._remedy = remedy
         self._versions: list[int] | None = None
@@ -46,7 +47,7 @@ class UserChanges:
         self._evaluated: list[Tensor] = []
         """What the parameters were in an evaluation since the last step, if that is not what the step left."""
         self._keeps_values = False
-        self._handle = model.register_forward_pre_hook(_CheckBeforeForward(self)) if remedy else None
+        self._handle = replica.model.register_forward_pre_hook(_CheckBeforeForward(self)) if remedy else None
         self.record()
 
     def record(self, keep_values: bool = False) -> None:
@@ -77,6 +78,9 @@ class UserChanges:
 
     def before_forward(self) -> None:
         """Check before a forward pass with gradients; before an evaluation, note that there are other weights."""
+        replica = self._replica()
+        if replica is not None and replica.in_consensus:
+            return  # The parameters are not this rank's own, and on a mesh not even of their shape.
         if torch.is_grad_enabled():
             self.check()
         elif not self._evaluated and self._changed():

@@ -75,7 +75,7 @@ class PeerExchange(Exchange):
         replica.listen(self, to="samples")
         if not replica.sizes_only:
             remedy = ADDED_CHANGES.text if self.algorithm.adds_changes else ""
-            self._user_changes = UserChanges(replica.model, replica.slots, transport.world_rank, remedy)
+            self._user_changes = UserChanges(replica, transport.world_rank, remedy)
         self.algorithm.start()
 
     def metrics(self) -> dict[str, Any]:

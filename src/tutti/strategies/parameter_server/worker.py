@@ -85,7 +85,7 @@ class ParameterServerWorker(Exchange):
             self._user_state = UserOptimizerState(self.replica.optimizer, self.replica.slots)
             # Before the waits, whose hooks load parameters: hooks run in the order of registration.
             remedy = SUPPORT["changed parameters"].text
-            self._user_changes = UserChanges(self.replica.model, self.replica.slots, self.transport.world_rank, remedy)
+            self._user_changes = UserChanges(self.replica, self.transport.world_rank, remedy)
             refuse = partial(refuse_optimizer_load, self.transport.world_rank)
             self._handles.append(self.replica.optimizer.register_load_state_dict_pre_hook(refuse))
             self._forward_waits = ForwardWaits(self.replica, self._wait_for_slots) if self._strategy.overlap else None

@@ -115,7 +115,7 @@ class HogwildWorker(Exchange):
         ]
         # A step is taken on the shared parameters: what the user has changed in the private copy would be lost.
         remedy = SUPPORT["changed parameters"].text
-        self._user_changes = UserChanges(replica.model, replica.slots, transport.world_rank, remedy)
+        self._user_changes = UserChanges(replica, transport.world_rank, remedy)
         replica.listen(self, to="samples")
 
     def _release_lock_of(self, worker: int) -> None:
