@@ -69,6 +69,8 @@ def run_threads(
     function: Callable[..., Any], *args: Any, size: int, transport: str, timeout: timedelta = TIMEOUT
 ) -> list[Any]:
     """`function(world, *args)` on `size` ranks; their results, or the exceptions they raised, by rank."""
+    if transport == "tls":
+        pytest.importorskip("cryptography")
     if transport in SIMULATED:
         return _run_simulated(function, *args, size=size, transport=transport, timeout=timeout)
     coordinator = LocalCoordinator()

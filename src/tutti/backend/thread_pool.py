@@ -52,6 +52,7 @@ class ThreadPool:
                     self._calls.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():
+                # Ended by the thread, which takes its None after the calls before it; each of their waits ends.
                 thread.join()
 
     def _add_thread(self) -> bool:

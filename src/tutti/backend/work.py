@@ -49,7 +49,7 @@ class BackendWork(dist.Work):
         self._world_rank, self._outputs = world_rank, outputs
         self._over = False
         self._gate = threading.Lock()  # Held until the work is over.
-        self._gate.acquire()
+        self._gate.acquire(blocking=False)
         self._lock = threading.Lock()
         self._error: Exception | None = None
         self._future: _WorkFuture | None = None

@@ -119,6 +119,7 @@ def _seconds_to_first_step(command: list[str], folder: Path) -> float:
         return time.perf_counter() - start_s
     finally:
         process.terminate()
+        # Ended by SIGTERM, upon which a launcher stops its workers within its grace.
         process.wait()
 
 

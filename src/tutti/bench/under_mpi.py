@@ -66,6 +66,7 @@ def _run(argv: list[str], environment: dict[str, str]) -> int:
     """Run a command, and return its exit status. If this is interrupted, the command gets time to clean up."""
     process = subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL)
     try:
+        # Ended by the command, or by the user's interrupt.
         return process.wait()
     except BaseException:  # Also a KeyboardInterrupt: no rank may outlive this call.
         process.terminate()
@@ -73,6 +74,7 @@ def _run(argv: list[str], environment: dict[str, str]) -> int:
             process.wait(_GRACE_S)
         except subprocess.TimeoutExpired:
             process.kill()
+            # Ended by the kernel: nothing outlives SIGKILL.
             process.wait()
         raise
 

@@ -126,6 +126,7 @@ class Coordinator:
             await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
 
     async def _accept(self) -> None:
+        # Ended by `_serve`, which cancels it.
         while True:
             try:
                 connection, _ = await self._loop.sock_accept(self._listener)
@@ -148,6 +149,7 @@ class Coordinator:
             oldest.cancel()
 
     async def _tick(self) -> None:
+        # Ended by `_serve`, which cancels it.
         while True:
             delay_s = self._state.tick(time.monotonic())
             self._deliver()

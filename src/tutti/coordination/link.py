@@ -185,6 +185,7 @@ class ConnectedMember(Member):
     async def _open(self) -> Streams:
         """Connect and prove the secret."""
         context = tls(self._secret, self.endpoint.address, server=False)
+        writer: asyncio.StreamWriter | None = None
         async with asyncio.timeout(self.patience_s):
             connection = await self._connect()
             try:
@@ -196,6 +197,8 @@ class ConnectedMember(Member):
                 if context is None:
                     await prove_as_member((reader, writer), self._secret)
             except BaseException:
+                if writer is not None:
+                    writer.transport.abort()
                 connection.close()
                 raise
         return reader, writer

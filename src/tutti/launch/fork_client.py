@@ -298,6 +298,7 @@ class _ServerHandle:
             self._process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()  # The kernel kills its workers with it.
+            # Ended by the kernel: nothing outlives SIGKILL.
             self._process.wait()
         self._read_last_message()
         with self._errors_lock:

@@ -128,6 +128,7 @@ class _Server:
     def serve(self) -> list[int]:
         """Handle events for ever. Returns in a forked child only, with the files of its request."""
         while True:
+            # Ended by a request, by the end of a child, or by the end of the supervisor.
             for key, _ in self._selector.select():
                 if key.data is None:
                     self._accept(key.fileobj)

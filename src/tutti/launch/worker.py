@@ -74,11 +74,13 @@ def _serve_store(address: str, port: int, listener: int) -> None:
     """Serve the store through which ranks meet, on a socket that listens already, until this process is killed."""
     connections = select.poll()  # select.select takes no file whose number is 1024 or more.
     connections.register(listener, select.POLLIN)
+    # Ended by the first rank that connects, or by the kernel with the parent.
     connections.poll()  # Nobody may ever come: a script without torch does not wait for its import.
     from tutti.launch.store import serve
 
     store = serve(address, port, listener)
     while True:
+        # Ended by the kernel, which kills this process with its parent.
         signal.pause()
         assert store is not None  # Its threads serve as long as it is there.
 

@@ -69,7 +69,7 @@ class Engine:
         """Ranks that poll, and continue once all that is due now is done."""
         self._on_progress = on_progress
         self._turn = threading.Lock()
-        self._turn.acquire()
+        self._turn.acquire(blocking=False)
         self._callers_randomness = Randomness()
         self._last: Rank | None = None
         """The rank whose random generators are the global ones now; None before any has run."""
@@ -146,6 +146,7 @@ class Engine:
         rank.thread.paused = False
         rank.thread.turn.release()
         # Until the rank calls `return_turn`, by waiting or ending.
+        # Ended by the rank's thread, in `return_turn`.
         self._turn.acquire()
 
     def return_turn(self) -> None:
@@ -170,6 +171,7 @@ class Engine:
                 thread.join(_JOIN_S)
             # It has passed its last line: joining it takes no time, and leaves no thread behind.
             if not thread.alive:
+                # Ended by the thread's last line, which it has passed.
                 thread.join()
         if self._last is not None:
             self._callers_randomness.restore()

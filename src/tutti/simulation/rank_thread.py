@@ -36,7 +36,9 @@ class RankThread:
         self._engine = engine
         self._name = name
         self.turn = threading.Lock()
-        self.turn.acquire()  # Held from the start: the thread blocks on it until the engine first releases it.
+        self.turn.acquire(
+            blocking=False
+        )  # Held from the start: the thread blocks on it until the engine first releases it.
         self.paused = True
         """Whether the thread is blocked on `turn`."""
         self.ended = False
@@ -72,6 +74,7 @@ class RankThread:
         """Let the engine continue, and block until it gives the turn back. Called in the thread itself."""
         self.paused = True
         self._engine.return_turn()
+        # Ended by the engine, when it is this rank's turn or the simulation stops.
         self.turn.acquire()
 
     def unwind(self) -> NoReturn:
@@ -82,6 +85,7 @@ class RankThread:
         raise Stopped
 
     def _run(self, function: Callable[[], Any]) -> None:
+        # Ended by the engine, when it is this rank's turn or the simulation stops.
         self.turn.acquire()
         try:
             if not self._engine.stopping:  # Not if the simulation failed before this rank's first turn.

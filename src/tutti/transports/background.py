@@ -60,6 +60,7 @@ class _QueuedOperation(Work):
         # No deadline is needed: each wait inside the operation ends by itself, and closing the transport ends them all.
         if not self.over.is_set():
             with self._thread.awaited():
+                # Ended by the operation's thread: each wait inside it ends, and closing the transport ends all.
                 self.over.wait()
         if self.error is not None:
             raise self.error
@@ -105,12 +106,14 @@ class OperationThread:
         self.interrupt()
         # An operation may close the transport itself, and a thread cannot join itself.
         if self._thread is not None and self._thread is not threading.current_thread():
+            # Ended by the thread, once the operation under way has failed: the caller has closed what it waits for.
             self._thread.join()
 
     def _work(self) -> None:
         self._activity.in_background()
         # Autograd's mode is per thread, and enabled in a new one: in-place sums of gradients would be recorded.
         with torch.no_grad():
+            # Ended by `interrupt`, which puts the None.
             while (queued := self._queue.get()) is not None:
                 # Queued before the transport was closed: it ends with an error instead of being run.
                 if self._closed and self._failure is None:

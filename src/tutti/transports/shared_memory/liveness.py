@@ -109,7 +109,7 @@ class ChannelLiveness:
                     return
 
     def _causes(self, lost: dict[int, str]) -> dict[int, str]:
-        """The ranks to blame for ranks that closed the channel: those may have heard of a loss before this one."""
+        """The ranks to blame for ranks that closed the channel, who may have heard of a loss before this one did."""
         if not self._membership.gone():
             with suppress(RankLost, DeadlineExceeded):
                 # The coordinator told them and this rank at the same time, so it is on its way.

@@ -43,6 +43,9 @@ from tutti.transports.sockets.health import ChannelHealth
 from tutti.transports.sockets.matching import ReceiveMatcher
 from tutti.transports.sockets.messages import SocketReceive, SocketSend
 
+_UNREPORTED_SECONDS = 0.1
+"""A wait that lasts longer is reported to the coordinator."""
+
 
 class Messenger(ProgressEngine):
     """All messages of one channel on one rank."""
@@ -106,7 +109,7 @@ class Messenger(ProgressEngine):
 
     def wait(self, work: SocketSend | SocketReceive) -> None:
         """Move all messages until `work` is finished."""
-        if not self._move(work, WATCH_SECONDS):
+        if not self._move(work, _UNREPORTED_SECONDS):
             with waiting_for(self.membership, work.peer, work.awaited_action) as wait:
                 self._move(work, wait=wait)
         self.on_progress()  # Many short waits may be long together.
@@ -116,7 +119,8 @@ class Messenger(ProgressEngine):
         health, step, progressed_at = self.health, self.connections.step, self.connections.progressed_at
         timeout_s = self.membership.timeout.total_seconds()
         started = now = time.monotonic()
-        check_at, member = now + min(WATCH_SECONDS, timeout_s), self.membership.member
+        interval_s, member = min(WATCH_SECONDS, timeout_s, seconds), self.membership.member
+        check_at = now + interval_s
         num_changes = member.num_changes
         while not work.finished:
             # Checked in every round: `interrupt` sets the flag before it wakes the selector, so it cannot be missed.
@@ -129,7 +133,7 @@ class Messenger(ProgressEngine):
             # At intervals, for slow progress; and at once when the coordinator has told something.
             if work.finished or (now < check_at and num_changes == member.num_changes):
                 continue
-            check_at, num_changes = now + min(WATCH_SECONDS, timeout_s), member.num_changes
+            check_at, num_changes = now + interval_s, member.num_changes
             self._check_peer(work, now)
             if wait is not None and progressed_at[work.peer] > wait.since:
                 wait.moved()
