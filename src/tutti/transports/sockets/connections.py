@@ -184,6 +184,7 @@ class SocketConnections:
                 host = self._membership.peers[dst].host
                 self._break(dst, f"{host} has acknowledged nothing for {self._membership.member.patience_s:g} s")
         if not self.reception.has_thread:
+            # Ended by itself: it handles what is there, and waits for nothing.
             self.reception.poll()
         self._take_arrivals()
 
