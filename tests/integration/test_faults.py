@@ -19,8 +19,6 @@ from tutti.launch.supervisor_pipe import SupervisorPipe
 
 WORKERS, VICTIM, STEPS, FAULT_AT = 3, 1, 40, 12
 PATIENCE_S = 1.0
-EVICTED_WITHIN_S = 1.5 + 1.0
-"""A process is looked at after 1.5 s of silence, which is more than the patience here; and a second for the rest."""
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ _START_S = 5.0
 """The same before the first steps: processes do not start all at once, and first steps are slow."""
 _FACTOR = 2.0
 """How many times its usual step a wait has to last."""
-_SILENT_S = 1.5
+_SILENT_S = 0.8
 """A rank that was not heard for this long does not report."""
 
 Row = dict[str, Any]

@@ -17,7 +17,7 @@ _RECONNECT_S = 0.2
 """How long a member has to connect again, where nobody can see whether its process has ended."""
 _LOOK_S = 0.1
 """How often the process of a member that is not heard is looked at."""
-_SILENT_S = 1.5
+_SILENT_S = 0.8
 """From this silence on, its process is looked at."""
 
 

@@ -115,6 +115,8 @@ class CoordinatorState:
         self._ticked_at = self._diagnosed_at = now
         self.held_up: tuple[HeldUp, ...] = ()
         """Ranks that others wait for, as of the last diagnosis."""
+        self._suspects: set[int] = set()
+        """Ranks that the last diagnosis has found."""
         self._lost_ranks: dict[int, str] = {}
         """Ranks whose processes were lost, and why."""
         self._scopes: dict[str, _Scope] = {}
@@ -295,7 +297,11 @@ class CoordinatorState:
         if now < self._diagnosed_at + _DIAGNOSIS_S:
             return
         self._diagnosed_at, table = now, self.table(now)
-        self.held_up = tuple(diagnose(table, self._lost_ranks))
+        found = diagnose(table, self._lost_ranks)
+        # Members report at different moments: one that goes on may look like the cause to another's older report.
+        # So a cause counts when it is found twice, between which all have reported.
+        self.held_up = tuple(each for each in found if each.rank in self._suspects)
+        self._suspects = {each.rank for each in found}
         for each in self.held_up:
             if each.seconds > _STACK_S:
                 self._ask_stack(each.rank, now)
