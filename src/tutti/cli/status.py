@@ -40,6 +40,11 @@ def status(
         if stack is not None:
             member.ask_stack(stack)
         rows = _table(member, stack)
+        if stack is not None and stack not in (ranks := [row["rank"] for row in rows]):
+            raise ConfigError(f"--stack needs a rank of this run, got {stack}. Ranks: {', '.join(map(str, ranks))}.")
+        for row in rows:
+            if row["rank"] != stack:
+                row["stack"] = ""  # Of an earlier question.
     finally:
         member.close()
     if json_output:
@@ -47,13 +52,16 @@ def status(
         return
     console = Console()
     console.print(f"run {chosen.pid}: {escape(chosen.command)}, {chosen.workers} workers", highlight=False)
+    if not rows:
+        console.print("no rank has reported yet: they are starting")
+        return
     console.print(_as_table(rows))
     for each in diagnose(rows):
         console.print(escape(str(each)), highlight=False)
     if stack is not None:
         text = next((row["stack"] for row in rows if row["rank"] == stack), "")
         console.print(f"stack of rank {stack}:", highlight=False)
-        console.print(escape(text or "(none: it does not answer)"), highlight=False)
+        typer.echo(text or "(none: it does not answer)")  # Not by rich, which would break its lines.
 
 
 def _choose(runs: "list[RunningRun]", pid: int | None) -> "RunningRun":
@@ -100,11 +108,13 @@ def _table(member: "ConnectedMember", stack: int | None) -> list[dict[str, Any]]
 
 
 def _as_table(rows: list[dict[str, Any]]) -> Table:
+    from tutti.coordination.diagnosis import ranks_text
+
     table = Table("rank", "host", "process", "step", "phase", "for", "usually", "waits for")
     for row in rows:
         state = row["status"]
         waits = [wait for wait in state.get("waits", []) if not wait["background"]]
-        whom = "; ".join(f"rank {', '.join(map(str, wait['ranks']))}: {wait['s']:.1f} s" for wait in waits)
+        whom = "; ".join(f"{ranks_text(wait['ranks'])}: {wait['s']:.1f} s" for wait in waits)
         silent = f"silent for {row['silent_s']:.0f} s" if row["silent_s"] > 1.5 or not row["connected"] else None
         table.add_row(
             str(row["rank"]),

@@ -229,9 +229,8 @@ class CollectiveCalls:
         numbers = ", ".join(str(self._channel.world_ranks[rank]) for rank in missing)
         names = f"rank{'' if len(missing) == 1 else 's'} {numbers}"
         return DeadlineExceeded(
-            f"{call.name} waited {self._channel.timeout.total_seconds():g} s for {names}, which did not call it. Every "
-            "rank that trains must call it; if one is just slow, give more time: tutti.init(timeout=...), tutti run "
-            "--timeout or TUTTI_TIMEOUT."
+            f"{call.name} waited in vain for {names}, which did not call it and can no longer do so. All ranks that "
+            "train must make the same calls in the same order."
         )
 
 

@@ -20,6 +20,7 @@ does after `patience` without acknowledgements. `tick` evicts those that are con
 import asyncio
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from tutti.coordination import frames
 from tutti.coordination.diagnosis import HeldUp
 from tutti.coordination.forks import close_in_children
 from tutti.coordination.frames import Message, ProtocolError
-from tutti.coordination.handshake import Streams, prove_as_coordinator, set_timeouts, tls
+from tutti.coordination.handshake import Streams, WrongSecret, prove_as_coordinator, set_timeouts, tls
 from tutti.coordination.secret import Secret
 from tutti.coordination.state import CoordinatorState, Refused
 
@@ -78,6 +79,7 @@ class Coordinator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._over = asyncio.Event()
+        self._told_of_secret = False
         self._thread = threading.Thread(target=self._run, name="tutti coordinator", daemon=True)
         self._thread.start()
 
@@ -96,9 +98,10 @@ class Coordinator:
         """Ranks that others wait for, as of the last diagnosis. A new tuple each time, so any thread may read it."""
         return self._state.held_up
 
-    def present(self) -> list[int]:
-        """Ranks of the members that have neither left nor been lost."""
-        return self._ask(lambda: sorted(each.description.rank for each in self._state.members.values()))
+    def present(self, but_pid: int) -> list[int]:
+        """Ranks of the members that have neither left nor been lost, but those of one process."""
+        members = self._state.members.values
+        return self._ask(lambda: sorted(e.description.rank for e in members() if e.description.pid != but_pid))
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         """Call a function in the thread of the service. Ended by that thread, which waits for nothing."""
@@ -169,6 +172,8 @@ class Coordinator:
                 raise ProtocolError("a member says hello first")
             self._strangers.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
             await self._serve_member(hello, reader, writer)
+        except WrongSecret:
+            self._report_wrong_secret(connection)
         except (OSError, EOFError, ssl.SSLError, ProtocolError, Refused):
             pass  # Nobody is told why: who may know has the reason in a message.
         finally:
@@ -176,6 +181,17 @@ class Coordinator:
             if writer is not None:
                 with suppress(Exception):
                     writer.transport.abort()
+
+    def _report_wrong_secret(self, connection: socket.socket) -> None:
+        """Print once that somebody has another secret: a rank that has it sees only that the others do not come."""
+        if not self._told_of_secret:
+            self._told_of_secret = True
+            print(
+                f"tutti: the coordinator of this run has refused a process at {_peer(connection)}, which does not know "
+                "its secret. If that is a rank of this run, give all ranks the same TUTTI_SECRET.",
+                file=sys.stderr,
+                flush=True,
+            )
 
     async def _streams(self, connection: socket.socket) -> Streams:
         reader = asyncio.StreamReader(limit=1 << 16)
@@ -228,6 +244,14 @@ class Coordinator:
                 writer.close()  # After what was written.
             elif writer.transport.get_write_buffer_size() > _MOST_UNREAD_BYTES:
                 writer.transport.abort()
+
+
+def _peer(connection: socket.socket) -> str:
+    """The address of the other end, for messages."""
+    try:
+        return str(connection.getpeername()[0])
+    except OSError:  # It is gone already.
+        return "an address that is gone"
 
 
 async def read_message(reader: asyncio.StreamReader) -> Message:

@@ -17,6 +17,8 @@ _SHORTEST_S = 1.0
 """No wait below this is worth a word."""
 _START_S = 5.0
 """The same before the first steps: processes do not start all at once, and first steps are slow."""
+_CYCLE_S = 2.0
+"""Ranks that have waited for each other for as long are reported. After the patience of the run their waits end."""
 _FACTOR = 2.0
 """How many times its usual step a wait has to last."""
 _SILENT_S = 0.8
@@ -40,6 +42,8 @@ class HeldUp:
     """How long the first of them has waited."""
 
     def __str__(self) -> str:
+        if self.cause == "deadlock":
+            return f"{ranks_text(self.waiting)} wait for each other for {self.seconds:.1f} s: {self.detail}"
         who = ranks_text(self.waiting)
         return f"rank {self.rank} {self.detail}; {who} {_verb(self.waiting)} for it for {self.seconds:.1f} s"
 
@@ -92,6 +96,10 @@ def diagnose(rows: Sequence[Row], lost: dict[int, str] | None = None) -> list[He
         ranks, seconds = tuple(sorted(rank for rank, _ in waiters)), max(s for _, s in waiters)
         cause, detail = _judge(by_rank.get(root), (lost or {}).get(root))
         findings.append(HeldUp(root, cause, detail, ranks, seconds))
+    if not findings and (cycle := deadlocked(rows, _CYCLE_S)):
+        waits = [wait["s"] for row in cycle if (wait := _foreground_wait(row)) is not None]
+        ranks = tuple(row["rank"] for row in cycle)
+        findings.append(HeldUp(ranks[0], "deadlock", deadlock_text(cycle), ranks, min(waits)))
     return sorted(findings, key=lambda finding: (-len(finding.waiting), -finding.seconds))
 
 

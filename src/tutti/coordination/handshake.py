@@ -83,7 +83,12 @@ async def prove_as_coordinator(streams: Streams, secret: Secret) -> None:
     other = await reader.readexactly(_NONCE_BYTES)
     nonce = secrets.token_bytes(_NONCE_BYTES)
     writer.write(GREETING + nonce + _mac(secret, b"coordinator", other + nonce))
-    if not hmac.compare_digest(await reader.readexactly(32), _mac(secret, b"member", other + nonce)):
+    try:
+        proof = await reader.readexactly(32)
+    except EOFError:
+        # It has seen the coordinator's proof, and does not accept it.
+        raise WrongSecret("a member has another secret") from None
+    if not hmac.compare_digest(proof, _mac(secret, b"member", other + nonce)):
         raise WrongSecret("a member has another secret")
 
 

@@ -155,6 +155,7 @@ class Member:
 
     def table(self, timeout_s: float = 2.0) -> list[dict[str, Any]] | None:
         """What the coordinator knows of every member; None after `timeout_s`."""
+        self._post({"op": "beat", "status": self.activity.status()})  # So that its own row is of now.
         return self._request({"op": "query"}, timeout_s, lambda: None)
 
     def _request(self, message: Message, timeout_s: float, check: Callable[[], None]) -> Any:

@@ -214,7 +214,7 @@ def _serve_to_the_end(coordinator: Coordinator) -> None:
     """Keep this process until the other ranks have ended: they may still need the coordinator that it serves."""
     started, told = time.monotonic(), False
     # Ended by the other ranks, which leave or are lost; by Ctrl-C; and at once if this rank has failed.
-    while (ranks := coordinator.present()) and getattr(sys, "last_value", None) is None:
+    while (ranks := coordinator.present(os.getpid())) and getattr(sys, "last_value", None) is None:
         if not told and time.monotonic() - started > 5:
             told = True
             names = ", ".join(map(str, ranks))

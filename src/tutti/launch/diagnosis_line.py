@@ -31,7 +31,9 @@ class DiagnosisLine:
         """Show what the coordinator has found now."""
         if held_up is self.last:
             return
+        # A loss is an error of the ranks that need the lost one, and is reported as such.
         before, self.last = self.last, held_up
+        held_up = tuple(each for each in held_up if each.cause != "gone")
         self._listener(held_up)
         if self._in_place:
             self._write_over(str(held_up[0]) if held_up else "")

@@ -82,7 +82,7 @@ class _Worker:
         if self.inbox.failure is not None:
             return self.inbox.failure.reason
         if self.evicted is not None:
-            return f"was stopped: {self.evicted}"
+            return f"was killed by the launcher: {self.evicted}"
         status = self.process.poll()
         if status is None or status == 0:
             return None
