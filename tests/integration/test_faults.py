@@ -103,7 +103,7 @@ def test_others_go_on_without_a_stopped_rank(
     assert len(rest) == WORKERS - 1
     assert len({each["total"] for each in rest}) == 1, "they end with one model"
     said = said_by(capfd)
-    assert f"[rank {VICTIM}] was stopped: its process" in said
+    assert f"[rank {VICTIM}] was killed by the launcher: its process" in said
     assert "the others go on without it" in said
 
 

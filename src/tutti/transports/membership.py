@@ -76,7 +76,8 @@ def rank_lost_error(world_rank: int, gone: dict[int, str]) -> RankLost:
     who = "; ".join(f"rank {rank} is gone: {reason}" for rank, reason in sorted(gone.items()))
     # A rank that was evicted had no say in it.
     advice = (
-        "It failed (see its output), or it took fewer steps than this rank (tutti.shard gives all the same number)."
+        "It failed (see its output), or it took fewer steps than this rank "
+        "(tutti.shard gives all ranks the same number)."
     )
     evicted = all("was silent" in reason or "not connected again" in reason for reason in gone.values())
     return RankLost(f"rank {world_rank}: {who}.{'' if evicted else ' ' + advice}", gone)
