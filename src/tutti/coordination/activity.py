@@ -28,7 +28,7 @@ _NEW_WEIGHT = 0.2
 
 _MANY_FAULTS = 200.0
 """Page faults a second that go to the disk, from which on a process is said to wait for memory."""
-_MOST_WAITS, _MOST_RANKS = 8, 64
+_MOST_WAITS, MOST_RANKS = 8, 64
 """Waits that are reported, and ranks of each."""
 
 _LONGEST_STACK = 16_000
@@ -140,7 +140,7 @@ class Activity:
             "step_s": round(self._usual.get("step", 0.0), 6),
             "waits": [
                 {
-                    "ranks": list(wait.ranks)[:_MOST_RANKS],
+                    "ranks": list(wait.ranks)[:MOST_RANKS],
                     "action": wait.action,
                     "s": round(now - wait.since, 3),
                     "any_of": wait.any_of,
@@ -186,7 +186,7 @@ def check_status(status: dict[str, Any]) -> None:
     if not fits or not all(_fits(wait, _WAIT) for wait in status["waits"]):
         raise ProtocolError("a status that no process reports")
     for wait in status["waits"]:
-        if len(wait["ranks"]) > _MOST_RANKS or any(type(rank) is not int for rank in wait["ranks"]):
+        if len(wait["ranks"]) > MOST_RANKS or any(type(rank) is not int for rank in wait["ranks"]):
             raise ProtocolError("a wait for what are no ranks")
 
 

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tutti.coordination.activity import MOST_RANKS
+
 _SHORTEST_S = 1.0
 """No wait below this is worth a word."""
 _START_S = 5.0
@@ -103,7 +105,11 @@ def deadlocked(rows: Sequence[Row], patience_s: float) -> list[Row]:
     waits = {row["rank"]: wait for row in rows if _reports(row) and (wait := _foreground_wait(row)) is not None}
 
     def waits_for(rank: int, others: set[int]) -> bool:
-        return (all if waits[rank]["any_of"] else any)(other in others for other in waits[rank]["ranks"])
+        ranks = waits[rank]["ranks"]
+        # A list that is full may have lost some, one of which may be enough. An empty one says nothing.
+        if waits[rank]["any_of"] and not 0 < len(ranks) < MOST_RANKS:
+            return False
+        return (all if waits[rank]["any_of"] else any)(other in others for other in ranks)
 
     stuck = {rank for rank, wait in waits.items() if wait["s"] > patience_s}
     # A rank that waits for some that are not stuck may still go on.
