@@ -13,9 +13,10 @@ from tutti.transports.membership import Membership, Peer, waiting_for
 PATIENCE_S = 10.0
 
 
-def row(rank: int, ranks: list[int] | None, seconds: float = 60.0, any_of: bool = False) -> dict[str, Any]:
+def row(rank: int, ranks: list[int] | None, any_of: bool = False, observed: bool = True) -> dict[str, Any]:
     """What the coordinator knows of a rank that waits for others, or computes if they are None."""
-    wait = {"ranks": ranks, "action": "reply", "s": seconds, "any_of": any_of, "background": False}
+    kind = {"any_of": any_of, "observed": observed, "background": False}
+    wait = {"ranks": ranks, "action": "reply", "s": 6 * PATIENCE_S, **kind}
     status = {"waits": [] if ranks is None else [wait], "step": 0}
     return {"rank": rank, "id": f"m{rank}", "connected": True, "silent_s": 0.0, "status": status}
 
@@ -45,6 +46,11 @@ def test_a_receive_from_more_ranks_than_are_reported_may_end() -> None:
 
 def test_a_wait_for_nobody_is_none() -> None:
     assert found(row(0, [], any_of=True), row(1, None)) == []
+
+
+def test_ranks_that_wait_inside_of_a_library_may_move_data() -> None:
+    assert found(row(0, [1], observed=False), row(1, [0], observed=False)) == []
+    assert found(row(0, [1]), row(1, [0]), row(2, [0], observed=False)) == [0, 1, 2]
 
 
 def membership(rank: int, numbers: list[int], processes: list[int]) -> Membership:

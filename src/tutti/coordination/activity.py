@@ -48,6 +48,8 @@ class Wait:
     """What they should do."""
     any_of: bool = False
     """Whether one of them is enough."""
+    observed: bool = True
+    """Whether data that moves restarts it. MPI and Gloo do not show that: such a wait may last while all is well."""
     since: float = field(default_factory=time.monotonic)
 
     def moved(self, ranks: Sequence[int] | None = None) -> None:
@@ -110,17 +112,20 @@ class Activity:
             self._awaited[number] -= 1
 
     @contextmanager
-    def waiting(self, ranks: Sequence[int], action: str, *, any_of: bool = False) -> Iterator[Wait]:
+    def waiting(
+        self, ranks: Sequence[int], action: str, *, any_of: bool = False, observed: bool = True
+    ) -> Iterator[Wait]:
         """The calling thread waits for other ranks to do something.
 
         Args:
             ranks: ranks of the whole world.
             action: completes "waits for rank 3 to ...".
             any_of: one of the ranks is enough.
+            observed: `Wait.moved` is called when data moves. Otherwise the wait is never a part of a deadlock.
         """
         thread = threading.get_ident()
         before = self._waits.get(thread)
-        wait = self._waits[thread] = Wait(ranks, action, any_of)
+        wait = self._waits[thread] = Wait(ranks, action, any_of, observed)
         try:
             yield wait
         finally:
@@ -144,6 +149,7 @@ class Activity:
                     "action": wait.action,
                     "s": round(now - wait.since, 3),
                     "any_of": wait.any_of,
+                    "observed": wait.observed,
                     "background": thread in self._background and not self._awaited[thread],
                 }
                 for thread, wait in list(self._waits.items())[:_MOST_WAITS]
@@ -173,6 +179,7 @@ _WAIT: dict[str, tuple[type, ...]] = {
     "action": (str,),
     "s": (int, float),
     "any_of": (bool,),
+    "observed": (bool,),
     "background": (bool,),
 }
 

@@ -6,7 +6,8 @@ From the table of all members (`CoordinatorState.table`), without further state:
   that waits for nobody, is the cause.
 - A cause is reported once somebody has waited for it for `_SHORTEST_S`, and for `_FACTOR` times its usual step.
 - Ranks of which each waits for another of them are *deadlocked*: nothing that any of them does can end it. They are
-  reported as stuck when each has waited for longer than the patience of the run.
+  reported as stuck when each has waited for longer than the patience of the run, without data that moves. Waits inside
+  MPI and Gloo, which do not show whether data moves, are no evidence.
 """
 
 from collections.abc import Sequence
@@ -111,7 +112,7 @@ def deadlocked(rows: Sequence[Row], patience_s: float) -> list[Row]:
             return False
         return (all if waits[rank]["any_of"] else any)(other in others for other in ranks)
 
-    stuck = {rank for rank, wait in waits.items() if wait["s"] > patience_s}
+    stuck = {rank for rank, wait in waits.items() if wait["s"] > patience_s and wait["observed"]}
     # A rank that waits for some that are not stuck may still go on.
     while free := {rank for rank in stuck if not waits_for(rank, stuck)}:
         stuck -= free

@@ -263,14 +263,16 @@ def address_family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def waiting_for(membership: Membership, peer: int, action: str) -> AbstractContextManager[Wait]:
+def waiting_for(
+    membership: Membership, peer: int, action: str, *, observed: bool = True
+) -> AbstractContextManager[Wait]:
     """Report that this thread waits for a rank of the membership to do something; for any of them if it is negative."""
     # By the number that the launcher gave each process, as the coordinator knows it: a group may have other numbers.
     numbers = [peer.process.rank for peer in membership.peers]
     if peer >= 0:
-        return membership.member.activity.waiting([numbers[peer]], action)
+        return membership.member.activity.waiting([numbers[peer]], action, observed=observed)
     others = [number for rank, number in enumerate(numbers) if rank != membership.rank]
-    return membership.member.activity.waiting(others, action, any_of=True)
+    return membership.member.activity.waiting(others, action, any_of=True, observed=observed)
 
 
 class ChannelMembership:

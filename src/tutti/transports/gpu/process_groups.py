@@ -86,7 +86,8 @@ class TorchGroupWork(Work):
             while not work.is_completed() and (now := time.monotonic()) - started < membership.timeout.total_seconds():
                 if now > check_at:
                     if check_at == started + WATCH_SECONDS:
-                        stack.enter_context(waiting_for(membership, -1, "take part in an all-reduce by Gloo"))
+                        action = "take part in an all-reduce by Gloo"
+                        stack.enter_context(waiting_for(membership, -1, action, observed=False))
                     check_at = now + WATCH_SECONDS
                     membership.member.check()
                     # A rank may do its part and leave: what it sent is still under way.
