@@ -162,6 +162,35 @@ def test_a_connection_that_breaks_may_be_opened_again() -> None:
     assert "has not connected again for 10 s" in job.lost["m1"]
 
 
+def test_a_member_that_notices_first_that_its_connection_broke_may_come_back() -> None:
+    job = Job("a", "b")
+    job.send(0, "get", request=1, keys=["k"])
+    job.hello(job.members[0])  # The end of the connection before has not come.
+    job.told()
+    job.send(0, "get", request=1, keys=["k"])
+    answers = [message for _, message in job.send(1, "set", key="k", value="v") if message["op"] == "values"]
+    assert len(answers) == 1
+    assert not losses(job.wait(3 * PATIENCE_S))
+
+
+def test_an_identity_belongs_to_one_process() -> None:
+    job = Job("a")
+    with pytest.raises(Refused, match="another process has its identity"):
+        job.hello(MemberDescription("m0", 0, "a", "a", 99, 1))
+
+
+def test_a_roster_that_comes_late_names_lost_members_too() -> None:
+    job = Job("a", "a")
+    job.state.disconnect("m0", job.now)
+    job.send(1, "join", scope="w", rank=1, size=2)
+    job.send(0, "join", scope="w", rank=0, size=2)
+    job.send(1, "bye")
+    job.hello(job.members[0])
+    job.told()
+    [(_, message)] = job.send(0, "join", scope="w", rank=0, size=2)
+    assert [MemberDescription.from_json(each) for each in message["members"]] == job.members
+
+
 def test_on_another_host_a_member_there_looks() -> None:
     job = Job("a", "b", "b")
     job.state.disconnect("m1", job.now)

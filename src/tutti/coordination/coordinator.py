@@ -196,12 +196,16 @@ class Coordinator:
                 await reader.read(1)  # Until the other end has read it and closes.
             raise
         member = record.description.id
+        if (before := self._writers.get(member)) is not None:
+            before.transport.abort()  # Its end has not come here yet.
         self._writers[member] = writer
         self._deliver()
         try:
             while True:
                 # Ended by the member, by the kernel when its host does not answer, and by `_deliver` when it is lost.
                 message = await read_message(reader)
+                if self._writers.get(member) is not writer:
+                    break  # It has connected anew, and has sent all that counts again.
                 self._state.receive(member, message, time.monotonic())
                 self._deliver()
         finally:

@@ -226,6 +226,8 @@ class Member:
             self._post({"op": "stack", "text": main_stack()})
             return
         with self._changed:
+            if "request" in message and ("request", str(message["request"])) not in self._sent:
+                return  # Nobody waits for it any more, or it was answered before the connection broke.
             self.known.apply(message)
             if message["op"] == "forget":
                 # Requests have numbers where the others have a scope or a key.

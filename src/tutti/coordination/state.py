@@ -73,15 +73,16 @@ class _Scope:
     told: list[int] = field(default_factory=list)
     members: dict[int, str] = field(default_factory=dict)
     """Ids of members by rank."""
+    descriptions: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Descriptions by id. Kept of lost members too: one that missed the roster has to learn who they were."""
 
     @property
     def missing(self) -> list[int]:
         return [rank for rank in range(self.size) if rank not in self.members]
 
-    def roster(self, records: dict[str, MemberRecord]) -> list[dict[str, Any]]:
-        """Describe the members by rank; a lost one by nothing."""
-        ids = (self.members[rank] for rank in range(self.size))
-        return [records[member].description.to_json() if member in records else {} for member in ids]
+    def roster(self) -> list[dict[str, Any]]:
+        """Describe the members by rank."""
+        return [self.descriptions[self.members[rank]] for rank in range(self.size)]
 
 
 class CoordinatorState:
@@ -159,8 +160,11 @@ class CoordinatorState:
             if self._is_full:
                 raise Refused(f"the job has {_MOST_MEMBERS} members and losses already")
             record = self.members[description.id] = MemberRecord(description, now)
-        elif record.closed_at is None:
-            raise Refused("a process with its identity is connected already")
+        elif record.description != description:
+            raise Refused("another process has its identity")
+        # Also if the connection before is still open here: it may be broken, and only the member has noticed it yet.
+        # The member sends its requests again.
+        self._values.cancel(description.id)
         record.heard_at, record.closed_at, record.process = now, None, None
         self._send(record, op="welcome", version=tutti.__version__, lost=self.lost)
         for scope, notices in self._notices.items():
@@ -260,11 +264,12 @@ class CoordinatorState:
         else:
             complete_before = not scope.missing
             scope.members[rank] = record.id
+            scope.descriptions[record.id] = record.description.to_json()
             if not scope.missing:
                 # To all when it becomes complete, and to one that joins again after its connection broke.
                 for member in [record.id] if complete_before else scope.members.values():
                     if member in self.members:
-                        self._send(self.members[member], op="roster", scope=name, members=scope.roster(self.members))
+                        self._send(self.members[member], op="roster", scope=name, members=scope.roster())
             return
         self._send(record, op="conflict", scope=name, reason=reason)
 
