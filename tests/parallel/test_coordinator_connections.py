@@ -3,13 +3,13 @@
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 
 import pytest
 
-from tutti.coordination import Coordinator, MemberDescription, Secret, connect_member
-from tutti.coordination.link import ConnectedMember, Endpoint
+from tutti.coordination import Coordinator, MemberDescription, Secret, connect_member, forks
+from tutti.coordination.link import ConnectedMember, Endpoint, _Unreachable
 
 PATIENCE_S = 2.0
 WITHIN_S = 10.0
@@ -49,6 +49,35 @@ def test_a_member_that_connects_again_before_its_end_was_noticed(job: Job) -> No
     second.await_first_answer(WITHIN_S)
     assert second.sync(WITHIN_S)
     assert job.coordinator.present() == [0]
+
+
+def test_a_coordinator_that_is_stopped_excludes_nobody(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    member = job.member(0)
+    # A listener that lets connections in and says nothing, as the kernel of a stopped process does.
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(member, "endpoint", Endpoint("127.0.0.1", silent.getsockname()[1]))
+        for opened in list(forks._registered):
+            with suppress(OSError):
+                opened.shutdown(socket.SHUT_RDWR)
+        deadline = time.monotonic() + 3 * PATIENCE_S
+        while time.monotonic() < deadline and member.known.refused is None:
+            time.sleep(0.05)
+        assert member.known.refused is None
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), EOFError(), OSError("no answer")])
+def test_the_end_of_a_connection_alone_excludes_nobody(job: Job, error: Exception) -> None:
+    member = job.member(0)
+    member._answered_at -= 100 * PATIENCE_S  # The coordinator has had nothing to say.
+    member._note_failure(error)
+    assert member.known.refused is None
+
+
+def test_a_host_that_cannot_be_reached_any_more(job: Job) -> None:
+    member = job.member(0)
+    member._answered_at -= 100 * PATIENCE_S
+    member._note_failure(_Unreachable("no route"))
+    assert "it is cut off from the coordinator" in str(member.known.refused)
 
 
 def test_answers_that_come_late_are_not_kept(job: Job) -> None:
