@@ -1,12 +1,14 @@
 """The coordinator's decisions, told what happened and when: no sockets, no clock."""
 
+import errno
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from tutti import __version__
-from tutti.coordination.description import MemberDescription
+from tutti.coordination.activity import Activity
+from tutti.coordination.description import MemberDescription, process_state
 from tutti.coordination.frames import SCHEMA, Message, ProtocolError, decode, encode
 from tutti.coordination.state import CoordinatorState, Refused
 
@@ -171,6 +173,21 @@ def test_a_member_that_notices_first_that_its_connection_broke_may_come_back() -
     answers = [message for _, message in job.send(1, "set", key="k", value="v") if message["op"] == "values"]
     assert len(answers) == 1
     assert not losses(job.wait(3 * PATIENCE_S))
+
+
+def test_who_cannot_be_looked_at_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_file(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("builtins.open", no_file)
+    assert process_state(1, 1) == "running"
+
+
+def test_what_a_member_reports_is_as_short_as_it_has_to_be() -> None:
+    activity = Activity()
+    activity.enter("evaluation" * 1000)
+    with activity.waiting([1], "open the channel " + "x" * 5000):
+        Job("a", "a").send(0, "beat", status=activity.status())
 
 
 def test_an_identity_belongs_to_one_process() -> None:

@@ -31,6 +31,9 @@ _MANY_FAULTS = 200.0
 _MOST_WAITS, MOST_RANKS = 8, 64
 """Waits that are reported, and ranks of each."""
 
+_LONGEST_TEXT = 1000
+"""Characters of a phase or an action that are reported. Names of channels, which a user may choose, are in them."""
+
 _LONGEST_STACK = 16_000
 """Characters of a stack that are reported: its innermost part."""
 
@@ -138,7 +141,7 @@ class Activity:
         """What a heartbeat reports, as JSON has it."""
         now, phase = time.monotonic(), self.phase
         return {
-            "phase": phase,
+            "phase": phase[:_LONGEST_TEXT],
             "phase_s": round(now - self._entered, 3),
             "usual_s": round(self._usual.get(phase, 0.0), 6),
             "step": self.step,
@@ -146,7 +149,7 @@ class Activity:
             "waits": [
                 {
                     "ranks": list(wait.ranks)[:MOST_RANKS],
-                    "action": wait.action,
+                    "action": wait.action[:_LONGEST_TEXT],
                     "s": round(now - wait.since, 3),
                     "any_of": wait.any_of,
                     "observed": wait.observed,
@@ -201,7 +204,9 @@ def _fits(fields: Any, kinds: dict[str, tuple[type, ...]]) -> bool:
     if not isinstance(fields, dict) or fields.keys() != kinds.keys():
         return False
     texts = (value for value in fields.values() if isinstance(value, str))
-    return all(type(fields[name]) in kind for name, kind in kinds.items()) and all(len(t) <= 1000 for t in texts)
+    return all(type(fields[name]) in kind for name, kind in kinds.items()) and all(
+        len(t) <= _LONGEST_TEXT for t in texts
+    )
 
 
 def main_stack() -> str:
