@@ -10,6 +10,7 @@ import pytest
 
 from tutti.coordination import Coordinator, MemberDescription, Secret, connect_member, forks
 from tutti.coordination.link import ConnectedMember, Endpoint, _Unreachable
+from tutti.errors import RankLost
 
 PATIENCE_S = 2.0
 WITHIN_S = 10.0
@@ -78,6 +79,23 @@ def test_a_host_that_cannot_be_reached_any_more(job: Job) -> None:
     member._answered_at -= 100 * PATIENCE_S
     member._note_failure(_Unreachable("no route"))
     assert "it is cut off from the coordinator" in str(member.known.refused)
+
+
+def test_values_are_not_awaited_from_a_coordinator_that_died_with_its_rank(job: Job) -> None:
+    member = job.member(1)
+    member.is_served_by_rank = True
+    job.coordinator.close()
+    started = time.monotonic()
+    with pytest.raises(RankLost, match=r"rank 1: the coordinator at .* has been gone for 2 s"):
+        member.values(["k"], WITHIN_S)
+    assert time.monotonic() - started > PATIENCE_S / 2
+    assert member.known.refused is None  # What needs no coordinator goes on.
+
+
+def test_values_are_awaited_from_a_coordinator_that_may_come_back(job: Job) -> None:
+    member = job.member(1)
+    job.coordinator.close()
+    assert member.values(["k"], 1.5 * PATIENCE_S) is None
 
 
 def test_answers_that_come_late_are_not_kept(job: Job) -> None:

@@ -118,6 +118,8 @@ def _connect(endpoint: Endpoint, rank: int, timeout: timedelta) -> Member:
         )
     description = MemberDescription.this_process(rank, host_name(), host_id())
     member = connect_member(description, endpoint, secret, timeout=timeout, patience=find_patience())
+    # Without a launcher that serves it, it is in the process of rank 0.
+    member.is_served_by_rank = COORDINATOR not in os.environ
     atexit.register(member.close)
     return member
 
