@@ -98,6 +98,13 @@ def test_values_are_awaited_from_a_coordinator_that_may_come_back(job: Job) -> N
     assert member.values(["k"], 1.5 * PATIENCE_S) is None
 
 
+def test_a_member_that_sends_what_is_too_long_learns_it(job: Job) -> None:
+    member = job.member(0)
+    member.set("k", "x" * 70_000)
+    with pytest.raises(RankLost, match="cannot read what it sent: 'set' has a 'value' of 70000 characters"):
+        member.values(["k"], WITHIN_S)
+
+
 def test_answers_that_come_late_are_not_kept(job: Job) -> None:
     member = job.member(0)
     for _ in range(5):
