@@ -9,7 +9,7 @@ import pytest
 
 from tutti.coordination import Coordinator, Secret
 from tutti.coordination.forks import close_in_children
-from tutti.launch import control_plane
+from tutti.launch import control_plane, host
 from tutti.launch.environment import RankEnvironment
 from tutti.launch.run_registry import RunningRun
 
@@ -29,6 +29,18 @@ def test_a_second_world_with_another_timeout_uses_the_same_coordinator(monkeypat
             listening.close()
     assert [each.port for each in found] == [port, port]
     assert len(served) == 1
+
+
+@pytest.mark.parametrize(("local_size", "expected"), [("2", "10.0.0.7"), ("4", "127.0.1.1")])
+def test_a_host_whose_own_name_is_loopback(local_size: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_size)
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
+    # The route to its own name is loopback, as /etc/hosts of Debian has it; the one to others is not.
+    routes = {"node0": "127.0.1.1", host._ELSEWHERE: "10.0.0.7"}
+    for module in (control_plane, host):
+        monkeypatch.setattr(module, "address_towards", routes.__getitem__)
+    assert control_plane._own_address("node0") == expected
 
 
 def in_child(function: object) -> int:

@@ -26,7 +26,7 @@ from tutti.coordination.link import Endpoint, connect_member
 from tutti.errors import ConfigError, DeadlineExceeded, EnvironmentConflict, RankLost
 from tutti.launch.control_settings import COORDINATOR, SECRET, find_patience, find_secret
 from tutti.launch.environment import RankEnvironment
-from tutti.launch.host import address_towards, host_id, host_name
+from tutti.launch.host import address_towards, host_id, host_name, network_address
 from tutti.transports import Membership, Peer
 
 
@@ -173,7 +173,11 @@ def _own_address(address: str) -> str:
     """An address of this host by which others reach it, who also reach `address`."""
     found = address_towards(address)
     # On the host whose address it is, the way to it is loopback.
-    return socket.gethostbyname(address) if is_loopback(found) else found
+    own = socket.gethostbyname(address) if is_loopback(found) else found
+    # Some systems give their own name an address of loopback, which other hosts do not reach.
+    if is_loopback(own) and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE", ""):
+        return network_address(address) or own
+    return own
 
 
 def _exchange(
