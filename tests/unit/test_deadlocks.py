@@ -50,7 +50,7 @@ def test_a_wait_for_nobody_is_none() -> None:
 
 def test_ranks_that_wait_inside_of_a_library_may_move_data() -> None:
     assert found(row(0, [1], observed=False), row(1, [0], observed=False)) == []
-    assert found(row(0, [1]), row(1, [0]), row(2, [0], observed=False)) == [0, 1, 2]
+    assert found(row(0, [1]), row(1, [0, 2], observed=False), row(2, [0, 1], observed=False)) == [0, 1, 2]
 
 
 def membership(rank: int, numbers: list[int], processes: list[int]) -> Membership:

@@ -124,7 +124,7 @@ class Activity:
             ranks: ranks of the whole world.
             action: completes "waits for rank 3 to ...".
             any_of: one of the ranks is enough.
-            observed: `Wait.moved` is called when data moves. Otherwise the wait is never a part of a deadlock.
+            observed: `Wait.moved` is called when data moves. Otherwise ranks in such waits may go on together.
         """
         thread = threading.get_ident()
         before = self._waits.get(thread)

@@ -6,8 +6,8 @@ From the table of all members (`CoordinatorState.table`), without further state:
   that waits for nobody, is the cause.
 - A cause is reported once somebody has waited for it for `_SHORTEST_S`, and for `_FACTOR` times its usual step.
 - Ranks of which each waits for another of them are *deadlocked*: nothing that any of them does can end it. They are
-  reported as stuck when each has waited for longer than the patience of the run, without data that moves. Waits inside
-  MPI and Gloo, which do not show whether data moves, are no evidence.
+  reported as stuck when each has waited for longer than the patience of the run, without data that moves. Ranks that
+  wait for each other inside MPI or Gloo, which do not show whether data moves, are not.
 """
 
 from collections.abc import Sequence
@@ -110,9 +110,11 @@ def deadlocked(rows: Sequence[Row], patience_s: float) -> list[Row]:
         # A list that is full may have lost some, one of which may be enough. An empty one says nothing.
         if waits[rank]["any_of"] and not 0 < len(ranks) < MOST_RANKS:
             return False
-        return (all if waits[rank]["any_of"] else any)(other in others for other in ranks)
+        # Ranks that are all inside MPI or Gloo may move data between them. One that waits elsewhere does not.
+        seen = others if waits[rank]["observed"] else {other for other in others if waits[other]["observed"]}
+        return (all if waits[rank]["any_of"] else any)(other in seen for other in ranks)
 
-    stuck = {rank for rank, wait in waits.items() if wait["s"] > patience_s and wait["observed"]}
+    stuck = {rank for rank, wait in waits.items() if wait["s"] > patience_s}
     # A rank that waits for some that are not stuck may still go on.
     while free := {rank for rank in stuck if not waits_for(rank, stuck)}:
         stuck -= free
