@@ -136,6 +136,17 @@ def test_a_scope_is_forgotten_when_all_have_left_it() -> None:
     assert not any(job.state._values._keys.values())
 
 
+def test_a_channel_that_is_closed_after_its_world_leaves_nothing_behind() -> None:
+    job = Job("a", "a")
+    for rank in (0, 1):
+        job.send(rank, "join", scope="w", rank=rank, size=2)
+    for rank in (0, 1):
+        job.send(rank, "notice", scope="w", kind="left", reason="it has left", size=2)
+    told = job.send(0, "notice", scope="w/channel", kind="closed", reason="closed", size=2)
+    assert told == [("m0", {"op": "forget", "scope": "w"})]
+    assert not job.state._notices
+
+
 def test_announcements_come_before_the_loss() -> None:
     """So whoever hears of a loss knows whether that rank only followed another."""
     job = Job("a", "a", "b")

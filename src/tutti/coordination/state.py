@@ -51,6 +51,7 @@ _MOST_MEMBERS = 5_000
 _LONGEST_REASON = 150
 """Characters of a reason that another member gives for a loss."""
 _LONGEST_ID = 32
+_MOST_OVER = 100
 _MISSING_S = 2.0
 """How often those that wait for others to join are told who is missing."""
 
@@ -119,6 +120,8 @@ class CoordinatorState:
         self._lost_ranks: dict[int, str] = {}
         """Ranks whose processes were lost, and why."""
         self._scopes: dict[str, _Scope] = {}
+        self._over: deque[str] = deque(maxlen=_MOST_OVER)
+        """Scopes that were forgotten last. A member may still close a channel of one after it has left it."""
         self._values = ValueTable(
             lambda member, request, values: self.outbox.append(
                 (member, {"op": "values", "request": request, "values": values})
@@ -275,6 +278,9 @@ class CoordinatorState:
 
     def _notice(self, record: MemberRecord, message: Message, _: float) -> None:
         scope, kind, reason = message["scope"], message["kind"], message["reason"]
+        if (over := next((each for each in self._over if is_inside(scope, each)), None)) is not None:
+            self._send(record, op="forget", scope=over)
+            return
         self._notices[scope][record.id][kind] = reason
         self._broadcast(op="noticed", scope=scope, member=record.id, kind=kind, reason=reason)
         if kind in TERMINAL:
@@ -290,7 +296,8 @@ class CoordinatorState:
         self._values.drop_scope(scope)
         for name in [name for name in self._notices if is_inside(name, scope)]:
             del self._notices[name]
-        self._scopes.pop(scope, None)
+        if self._scopes.pop(scope, None) is not None:
+            self._over.append(scope)
         self._broadcast(op="forget", scope=scope)
 
     # Diagnosis
