@@ -1,12 +1,14 @@
 """The coordinator's decisions, told what happened and when: no sockets, no clock."""
 
+import errno
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from tutti import __version__
-from tutti.coordination.description import MemberDescription
+from tutti.coordination.activity import Activity
+from tutti.coordination.description import MemberDescription, process_state
 from tutti.coordination.frames import SCHEMA, Message, ProtocolError, decode, encode
 from tutti.coordination.state import CoordinatorState, Refused
 
@@ -134,6 +136,17 @@ def test_a_scope_is_forgotten_when_all_have_left_it() -> None:
     assert not any(job.state._values._keys.values())
 
 
+def test_a_channel_that_is_closed_after_its_world_leaves_nothing_behind() -> None:
+    job = Job("a", "a")
+    for rank in (0, 1):
+        job.send(rank, "join", scope="w", rank=rank, size=2)
+    for rank in (0, 1):
+        job.send(rank, "notice", scope="w", kind="left", reason="it has left", size=2)
+    told = job.send(0, "notice", scope="w/channel", kind="closed", reason="closed", size=2)
+    assert told == [("m0", {"op": "forget", "scope": "w"})]
+    assert not job.state._notices
+
+
 def test_announcements_come_before_the_loss() -> None:
     """So whoever hears of a loss knows whether that rank only followed another."""
     job = Job("a", "a", "b")
@@ -160,6 +173,50 @@ def test_a_connection_that_breaks_may_be_opened_again() -> None:
     job.state.disconnect("m1", job.now)
     job.wait(PATIENCE_S + 1, silent=(1,))
     assert "has not connected again for 10 s" in job.lost["m1"]
+
+
+def test_a_member_that_notices_first_that_its_connection_broke_may_come_back() -> None:
+    job = Job("a", "b")
+    job.send(0, "get", request=1, keys=["k"])
+    job.hello(job.members[0])  # The end of the connection before has not come.
+    job.told()
+    job.send(0, "get", request=1, keys=["k"])
+    answers = [message for _, message in job.send(1, "set", key="k", value="v") if message["op"] == "values"]
+    assert len(answers) == 1
+    assert not losses(job.wait(3 * PATIENCE_S))
+
+
+def test_who_cannot_be_looked_at_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_file(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("builtins.open", no_file)
+    assert process_state(1, 1) == "running"
+
+
+def test_what_a_member_reports_is_as_short_as_it_has_to_be() -> None:
+    activity = Activity()
+    activity.enter("evaluation" * 1000)
+    with activity.waiting([1], "open the channel " + "x" * 5000):
+        Job("a", "a").send(0, "beat", status=activity.status())
+
+
+def test_an_identity_belongs_to_one_process() -> None:
+    job = Job("a")
+    with pytest.raises(Refused, match="another process has its identity"):
+        job.hello(MemberDescription("m0", 0, "a", "a", 99, 1))
+
+
+def test_a_roster_that_comes_late_names_lost_members_too() -> None:
+    job = Job("a", "a")
+    job.state.disconnect("m0", job.now)
+    job.send(1, "join", scope="w", rank=1, size=2)
+    job.send(0, "join", scope="w", rank=0, size=2)
+    job.send(1, "bye")
+    job.hello(job.members[0])
+    job.told()
+    [(_, message)] = job.send(0, "join", scope="w", rank=0, size=2)
+    assert [MemberDescription.from_json(each) for each in message["members"]] == job.members
 
 
 def test_on_another_host_a_member_there_looks() -> None:

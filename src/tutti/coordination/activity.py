@@ -28,8 +28,11 @@ _NEW_WEIGHT = 0.2
 
 _MANY_FAULTS = 200.0
 """Page faults a second that go to the disk, from which on a process is said to wait for memory."""
-_MOST_WAITS, _MOST_RANKS = 8, 64
+_MOST_WAITS, MOST_RANKS = 8, 64
 """Waits that are reported, and ranks of each."""
+
+_LONGEST_TEXT = 1000
+"""Characters of a phase or an action that are reported. Names of channels, which a user may choose, are in them."""
 
 _LONGEST_STACK = 16_000
 """Characters of a stack that are reported: its innermost part."""
@@ -48,6 +51,8 @@ class Wait:
     """What they should do."""
     any_of: bool = False
     """Whether one of them is enough."""
+    observed: bool = True
+    """Whether data that moves restarts it. MPI and Gloo do not show that: such a wait may last while all is well."""
     since: float = field(default_factory=time.monotonic)
 
     def moved(self, ranks: Sequence[int] | None = None) -> None:
@@ -110,17 +115,20 @@ class Activity:
             self._awaited[number] -= 1
 
     @contextmanager
-    def waiting(self, ranks: Sequence[int], action: str, *, any_of: bool = False) -> Iterator[Wait]:
+    def waiting(
+        self, ranks: Sequence[int], action: str, *, any_of: bool = False, observed: bool = True
+    ) -> Iterator[Wait]:
         """The calling thread waits for other ranks to do something.
 
         Args:
             ranks: ranks of the whole world.
             action: completes "waits for rank 3 to ...".
             any_of: one of the ranks is enough.
+            observed: `Wait.moved` is called when data moves. Otherwise ranks in such waits may go on together.
         """
         thread = threading.get_ident()
         before = self._waits.get(thread)
-        wait = self._waits[thread] = Wait(ranks, action, any_of)
+        wait = self._waits[thread] = Wait(ranks, action, any_of, observed)
         try:
             yield wait
         finally:
@@ -133,17 +141,18 @@ class Activity:
         """What a heartbeat reports, as JSON has it."""
         now, phase = time.monotonic(), self.phase
         return {
-            "phase": phase,
+            "phase": phase[:_LONGEST_TEXT],
             "phase_s": round(now - self._entered, 3),
             "usual_s": round(self._usual.get(phase, 0.0), 6),
             "step": self.step,
             "step_s": round(self._usual.get("step", 0.0), 6),
             "waits": [
                 {
-                    "ranks": list(wait.ranks)[:_MOST_RANKS],
-                    "action": wait.action,
+                    "ranks": list(wait.ranks)[:MOST_RANKS],
+                    "action": wait.action[:_LONGEST_TEXT],
                     "s": round(now - wait.since, 3),
                     "any_of": wait.any_of,
+                    "observed": wait.observed,
                     "background": thread in self._background and not self._awaited[thread],
                 }
                 for thread, wait in list(self._waits.items())[:_MOST_WAITS]
@@ -173,6 +182,7 @@ _WAIT: dict[str, tuple[type, ...]] = {
     "action": (str,),
     "s": (int, float),
     "any_of": (bool,),
+    "observed": (bool,),
     "background": (bool,),
 }
 
@@ -186,7 +196,7 @@ def check_status(status: dict[str, Any]) -> None:
     if not fits or not all(_fits(wait, _WAIT) for wait in status["waits"]):
         raise ProtocolError("a status that no process reports")
     for wait in status["waits"]:
-        if len(wait["ranks"]) > _MOST_RANKS or any(type(rank) is not int for rank in wait["ranks"]):
+        if len(wait["ranks"]) > MOST_RANKS or any(type(rank) is not int for rank in wait["ranks"]):
             raise ProtocolError("a wait for what are no ranks")
 
 
@@ -194,7 +204,9 @@ def _fits(fields: Any, kinds: dict[str, tuple[type, ...]]) -> bool:
     if not isinstance(fields, dict) or fields.keys() != kinds.keys():
         return False
     texts = (value for value in fields.values() if isinstance(value, str))
-    return all(type(fields[name]) in kind for name, kind in kinds.items()) and all(len(t) <= 1000 for t in texts)
+    return all(type(fields[name]) in kind for name, kind in kinds.items()) and all(
+        len(t) <= _LONGEST_TEXT for t in texts
+    )
 
 
 def main_stack() -> str:

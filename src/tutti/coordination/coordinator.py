@@ -43,6 +43,8 @@ _HANDSHAKE_S = 10.0
 _MOST_STRANGERS = 128
 _MOST_UNREAD_BYTES = 16 << 20
 _CLOSE_S = 5.0
+_REFUSAL_S = 1.0
+"""How long a member that is refused has to read why."""
 
 
 class Coordinator:
@@ -214,14 +216,29 @@ class Coordinator:
                 await reader.read(1)  # Until the other end has read it and closes.
             raise
         member = record.description.id
+        if (before := self._writers.get(member)) is not None:
+            before.transport.abort()  # Its end has not come here yet.
         self._writers[member] = writer
         self._deliver()
         try:
             while True:
                 # Ended by the member, by the kernel when its host does not answer, and by `_deliver` when it is lost.
                 message = await read_message(reader)
+                if self._writers.get(member) is not writer:
+                    break  # It has connected anew, and has sent all that counts again.
                 self._state.receive(member, message, time.monotonic())
                 self._deliver()
+        except ProtocolError as error:
+            # Otherwise it would connect and send the same again, without end.
+            reason = f"the coordinator cannot read what it sent: {error}"
+            writer.write(frames.encode({"op": "refused", "reason": reason}))
+            if writer.can_write_eof():
+                writer.write_eof()
+            async with asyncio.timeout(_REFUSAL_S):
+                # Were bytes left unread, the kernel would reset the connection, and drop what was just written.
+                while await reader.read(1 << 16):
+                    pass
+            raise
         finally:
             # A member that connected anew has another writer by now.
             if self._writers.get(member) is writer:

@@ -61,7 +61,10 @@ def start_time(pid: int) -> int:
 
 def process_state(pid: int, started: int) -> ProcessState:
     """The state of a process of this host. Another start time: it has ended, and its number was given to a new one."""
-    state, found = _process(pid)
+    try:
+        state, found = _process(pid)
+    except OSError:  # No file can be opened now. What is not seen to have ended goes on.
+        return "running"
     if state in "ZX" or found != started:
         return "ended"
     return "stopped" if state in "Tt" else "running"

@@ -6,12 +6,15 @@ From the table of all members (`CoordinatorState.table`), without further state:
   that waits for nobody, is the cause.
 - A cause is reported once somebody has waited for it for `_SHORTEST_S`, and for `_FACTOR` times its usual step.
 - Ranks of which each waits for another of them are *deadlocked*: nothing that any of them does can end it. They are
-  reported as stuck when each has waited for longer than the patience of the run.
+  reported as stuck when each has waited for longer than the patience of the run, without data that moves. Ranks that
+  wait for each other inside MPI or Gloo, which do not show whether data moves, are not.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from tutti.coordination.activity import MOST_RANKS
 
 _SHORTEST_S = 1.0
 """No wait below this is worth a word."""
@@ -111,7 +114,13 @@ def deadlocked(rows: Sequence[Row], patience_s: float) -> list[Row]:
     waits = {row["rank"]: wait for row in rows if _reports(row) and (wait := _foreground_wait(row)) is not None}
 
     def waits_for(rank: int, others: set[int]) -> bool:
-        return (all if waits[rank]["any_of"] else any)(other in others for other in waits[rank]["ranks"])
+        ranks = waits[rank]["ranks"]
+        # A list that is full may have lost some, one of which may be enough. An empty one says nothing.
+        if waits[rank]["any_of"] and not 0 < len(ranks) < MOST_RANKS:
+            return False
+        # Ranks that are all inside MPI or Gloo may move data between them. One that waits elsewhere does not.
+        seen = others if waits[rank]["observed"] else {other for other in others if waits[other]["observed"]}
+        return (all if waits[rank]["any_of"] else any)(other in seen for other in ranks)
 
     stuck = {rank for rank, wait in waits.items() if wait["s"] > patience_s}
     # A rank that waits for some that are not stuck may still go on.

@@ -25,8 +25,9 @@ def close_in_children(opened: socket.socket) -> socket.socket:
 def _close() -> None:
     for opened in list(_registered):
         with suppress(OSError):
-            # Only the number, in this process alone: the connection itself goes on in the parent.
-            os.close(opened.fileno())
+            # Only the number, in this process alone: the connection itself goes on in the parent. Detached, because the
+            # child gives the number to the next file that it opens, which the socket would close when it is deleted.
+            os.close(opened.detach())
 
 
 os.register_at_fork(after_in_child=_close)

@@ -44,7 +44,7 @@ class JobKnowledge:
                 members = self._notices.setdefault(message["scope"], {})
                 members.setdefault(message["member"], {})[message["kind"]] = message["reason"]
             case "roster":
-                # The first one counts: a new coordinator, which has not heard of all yet, may send one with gaps.
+                # The first one counts.
                 if message["scope"] not in self.rosters:
                     found = [MemberDescription.from_json(each) for each in message["members"]]
                     self.rosters[message["scope"]] = found

@@ -8,8 +8,8 @@ goes on meanwhile, and `Member` keeps what there is to send.
 
 Only two things exclude this process from the job: the coordinator refuses it (it was evicted), or it is cut off. Cut
 off means that nothing answers at the coordinator's address for `patience`: packets are lost. A coordinator that is
-stopped still has a kernel that acknowledges, and one that was killed has one that refuses connections, so neither
-counts.
+stopped still has a kernel that lets connections in, and one that was killed has one that refuses them, so neither
+counts. Only a new connection shows which it is: the kernel also ends one whose other end has read nothing for long.
 """
 
 import asyncio
@@ -36,6 +36,12 @@ _BEAT_S = 0.25
 _RETRY_S = 0.05
 _LONGEST_RETRY_S = 1.0
 _CLOSE_S = 2.0
+_CONNECT_S = 2.0
+"""How long to try to connect, at least, before this process is taken to be cut off."""
+
+
+class _Unreachable(OSError):
+    """No connection to the coordinator's host can be opened."""
 
 
 @dataclass(frozen=True)
@@ -143,10 +149,10 @@ class ConnectedMember(Member):
         """Remember why there is no connection; find out whether this process is cut off."""
         self.error = str(error) or type(error).__name__
         # The other host's kernel answers: the coordinator's process is gone, or was restarted.
-        if isinstance(error, ConnectionRefusedError | ConnectionResetError | EOFError):
+        if isinstance(error, ConnectionError | EOFError):
             self._answered_at = time.monotonic()
         silent_s = time.monotonic() - self._answered_at
-        if silent_s > self.patience_s and self.first_answer.is_set():
+        if isinstance(error, _Unreachable) and silent_s > self.patience_s and self.first_answer.is_set():
             self.exclude(
                 f"it is cut off from the coordinator at {self.endpoint}, which has not answered for {silent_s:.0f} s"
             )
@@ -175,7 +181,8 @@ class ConnectedMember(Member):
             finally:
                 beats.cancel()
         except TimeoutError as error:
-            # Of the kernel: its host has not acknowledged anything for `patience`.
+            # Of the kernel: its host has not acknowledged anything for `patience`, or has no room for more.
+            self._answered_at = max(self._answered_at, time.monotonic() - self.patience_s)
             raise OSError(f"no answer from {self.endpoint}") from error
         finally:
             with suppress(Exception):
@@ -185,23 +192,37 @@ class ConnectedMember(Member):
     async def _open(self) -> Streams:
         """Connect and prove the secret."""
         context = tls(self._secret, self.endpoint.address, server=False)
+        connection = await self._reach()
         writer: asyncio.StreamWriter | None = None
-        async with asyncio.timeout(self.patience_s):
-            connection = await self._connect()
-            try:
-                # A coordinator that is stopped does not answer from here on, though its kernel has.
-                self._answered_at = time.monotonic()
+        try:
+            async with asyncio.timeout(self.patience_s):
                 reader, writer = await asyncio.open_connection(
                     sock=connection, ssl=context, server_hostname=None if context is None else ""
                 )
                 if context is None:
                     await prove_as_member((reader, writer), self._secret)
-            except BaseException:
-                if writer is not None:
-                    writer.transport.abort()
-                connection.close()
-                raise
+        except BaseException:
+            if writer is not None:
+                writer.transport.abort()
+            connection.close()
+            raise
+        finally:
+            # Its kernel let the connection in. If nothing else came, the coordinator is stopped.
+            self._answered_at = time.monotonic()
         return reader, writer
+
+    async def _reach(self) -> socket.socket:
+        """Open a connection. Raises `ConnectionError` if the other host refuses it, else `_Unreachable`."""
+        limit_s = self.patience_s
+        if self.first_answer.is_set():
+            limit_s = min(limit_s, max(_CONNECT_S, self._answered_at + limit_s - time.monotonic()))
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._connect()
+        except ConnectionError:
+            raise
+        except OSError as error:  # Also at the time limit.
+            raise _Unreachable(str(error) or "no answer") from error
 
     async def _connect(self) -> socket.socket:
         """Open a connection to the first address of the coordinator's host that answers."""

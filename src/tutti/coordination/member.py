@@ -14,7 +14,8 @@ never held while anything is handed over: the other side may be delivering to th
 
 Waits (`join`, `values`, `sync`, `table`) end when the answer comes; when `check`, which is called at every change,
 raises; when this process is refused or cut off (`RankLost`); or at their deadline. While the coordinator is away, they
-go on.
+go on. If it was in the process of a rank, nobody starts another: after `patience` without it, waits for values and for
+other members end (`RankLost`).
 
 Who must hear of changes at once, because it waits in a selector, adds itself by `on_change`.
 """
@@ -53,6 +54,10 @@ class Member:
         """What the coordinator has told. A single value may be read without a lock."""
         self.connected = False
         """Whether the coordinator is there. While it is not, losses have to be noticed without it."""
+        self.is_served_by_rank = False
+        """Whether the coordinator is in the process of a rank, and so ends with it for good."""
+        self.away_since: float | None = None
+        """When the coordinator went away; None while it is there."""
         self.num_changes = 0
         """Grows with everything that is received: who waits sees by it that something may have changed."""
         self._post: Callable[[Message], None] = lambda message: None
@@ -132,6 +137,7 @@ class Member:
             nonlocal told
             if (conflict := self.known.conflicts.get(scope)) is not None:
                 raise EnvironmentConflict(f"rank {rank}: {conflict}.")
+            _check_coordinator(self)
             ranks, seconds = self.known.missing.get(scope, ([], 0.0))
             if seconds > told:
                 told = seconds
@@ -143,7 +149,12 @@ class Member:
 
     def values(self, keys: list[str], timeout_s: float, check: Callable[[], None] = lambda: None) -> list[str] | None:
         """Wait until all values are set, and return them; None after `timeout_s`."""
-        return self._request({"op": "get", "keys": keys}, timeout_s, check)
+
+        def check_all() -> None:
+            check()  # First: it may know which rank is gone.
+            _check_coordinator(self)
+
+        return self._request({"op": "get", "keys": keys}, timeout_s, check_all)
 
     def sync(self, timeout_s: float) -> bool:
         """Wait until the coordinator has handled all that this process sent; False after `timeout_s`."""
@@ -194,7 +205,7 @@ class Member:
     def attach(self, post: Callable[[Message], None]) -> None:
         """Send messages by `post` from now on, after everything that a coordinator has to know."""
         with self._sending:
-            self._post, self.connected = post, True
+            self._post, self.connected, self.away_since = post, True, None
             with self._changed:
                 messages = list(self._sent.values())
             for message in messages:
@@ -203,6 +214,8 @@ class Member:
     def detach(self) -> None:
         """There is no connection: messages are kept for the next one."""
         with self._sending:
+            if self.connected:
+                self.away_since = time.monotonic()
             self._post, self.connected = lambda message: None, False
 
     def hello(self, version: str) -> Message:
@@ -227,6 +240,8 @@ class Member:
             self._post({"op": "stack", "text": main_stack()})
             return
         with self._changed:
+            if "request" in message and ("request", str(message["request"])) not in self._sent:
+                return  # Nobody waits for it any more, or it was answered before the connection broke.
             self.known.apply(message)
             if message["op"] == "forget":
                 # Requests have numbers where the others have a scope or a key.
@@ -237,3 +252,13 @@ class Member:
             listeners = self._listeners
         for listener in listeners:
             listener()
+
+
+def _check_coordinator(member: Member) -> None:
+    """Raise `RankLost` if the coordinator is gone, and with it the rank that served it."""
+    since = member.away_since
+    if member.is_served_by_rank and since is not None and time.monotonic() - since > member.patience_s:
+        raise RankLost(
+            f"rank {member.description.rank}: {member.place} has been gone for {member.patience_s:g} s, and with it "
+            "the rank in whose process it was. See the output of rank 0."
+        )

@@ -51,6 +51,7 @@ _MOST_MEMBERS = 5_000
 _LONGEST_REASON = 150
 """Characters of a reason that another member gives for a loss."""
 _LONGEST_ID = 32
+_MOST_OVER = 100
 _MISSING_S = 2.0
 """How often those that wait for others to join are told who is missing."""
 
@@ -73,15 +74,16 @@ class _Scope:
     told: list[int] = field(default_factory=list)
     members: dict[int, str] = field(default_factory=dict)
     """Ids of members by rank."""
+    descriptions: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Descriptions by id. Kept of lost members too: one that missed the roster has to learn who they were."""
 
     @property
     def missing(self) -> list[int]:
         return [rank for rank in range(self.size) if rank not in self.members]
 
-    def roster(self, records: dict[str, MemberRecord]) -> list[dict[str, Any]]:
-        """Describe the members by rank; a lost one by nothing."""
-        ids = (self.members[rank] for rank in range(self.size))
-        return [records[member].description.to_json() if member in records else {} for member in ids]
+    def roster(self) -> list[dict[str, Any]]:
+        """Describe the members by rank."""
+        return [self.descriptions[self.members[rank]] for rank in range(self.size)]
 
 
 class CoordinatorState:
@@ -120,6 +122,8 @@ class CoordinatorState:
         self._lost_ranks: dict[int, str] = {}
         """Ranks whose processes were lost, and why."""
         self._scopes: dict[str, _Scope] = {}
+        self._over: deque[str] = deque(maxlen=_MOST_OVER)
+        """Scopes that were forgotten last. A member may still close a channel of one after it has left it."""
         self._values = ValueTable(
             lambda member, request, values: self.outbox.append(
                 (member, {"op": "values", "request": request, "values": values})
@@ -161,8 +165,11 @@ class CoordinatorState:
             if self._is_full:
                 raise Refused(f"the job has {_MOST_MEMBERS} members and losses already")
             record = self.members[description.id] = MemberRecord(description, now)
-        elif record.closed_at is None:
-            raise Refused("a process with its identity is connected already")
+        elif record.description != description:
+            raise Refused("another process has its identity")
+        # Also if the connection before is still open here: it may be broken, and only the member has noticed it yet.
+        # The member sends its requests again.
+        self._values.cancel(description.id)
         record.heard_at, record.closed_at, record.process = now, None, None
         self._send(record, op="welcome", version=tutti.__version__, lost=self.lost)
         for scope, notices in self._notices.items():
@@ -262,16 +269,20 @@ class CoordinatorState:
         else:
             complete_before = not scope.missing
             scope.members[rank] = record.id
+            scope.descriptions[record.id] = record.description.to_json()
             if not scope.missing:
                 # To all when it becomes complete, and to one that joins again after its connection broke.
                 for member in [record.id] if complete_before else scope.members.values():
                     if member in self.members:
-                        self._send(self.members[member], op="roster", scope=name, members=scope.roster(self.members))
+                        self._send(self.members[member], op="roster", scope=name, members=scope.roster())
             return
         self._send(record, op="conflict", scope=name, reason=reason)
 
     def _notice(self, record: MemberRecord, message: Message, _: float) -> None:
         scope, kind, reason = message["scope"], message["kind"], message["reason"]
+        if (over := next((each for each in self._over if is_inside(scope, each)), None)) is not None:
+            self._send(record, op="forget", scope=over)
+            return
         self._notices[scope][record.id][kind] = reason
         self._broadcast(op="noticed", scope=scope, member=record.id, kind=kind, reason=reason)
         if kind in TERMINAL:
@@ -287,7 +298,8 @@ class CoordinatorState:
         self._values.drop_scope(scope)
         for name in [name for name in self._notices if is_inside(name, scope)]:
             del self._notices[name]
-        self._scopes.pop(scope, None)
+        if self._scopes.pop(scope, None) is not None:
+            self._over.append(scope)
         self._broadcast(op="forget", scope=scope)
 
     # Diagnosis

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
@@ -26,7 +26,7 @@ from tutti.coordination.link import Endpoint, connect_member
 from tutti.errors import ConfigError, DeadlineExceeded, EnvironmentConflict, RankLost
 from tutti.launch.control_settings import COORDINATOR, SECRET, find_patience, find_secret
 from tutti.launch.environment import RankEnvironment
-from tutti.launch.host import address_towards, host_id, host_name
+from tutti.launch.host import address_towards, host_id, host_name, network_address
 from tutti.transports import Membership, Peer
 
 
@@ -118,15 +118,26 @@ def _connect(endpoint: Endpoint, rank: int, timeout: timedelta) -> Member:
         )
     description = MemberDescription.this_process(rank, host_name(), host_id())
     member = connect_member(description, endpoint, secret, timeout=timeout, patience=find_patience())
+    # Without a launcher that serves it, it is in the process of rank 0.
+    member.is_served_by_rank = COORDINATOR not in os.environ
     atexit.register(member.close)
     return member
 
 
-@cache  # Rank 0 listens once.
+_endpoints: dict[RankEnvironment, Endpoint] = {}
+"""Where the coordinator of each run is, as this process found out. Rank 0 listens once, whatever its timeouts are."""
+
+
 def _endpoint(environment: RankEnvironment, timeout: timedelta) -> Endpoint:
     """Where the coordinator of this run is, which rank 0 starts where the launcher has not."""
     if COORDINATOR in os.environ:
         return _from_environment()
+    if environment not in _endpoints:
+        _endpoints[environment] = _find_endpoint(environment, timeout)
+    return _endpoints[environment]
+
+
+def _find_endpoint(environment: RankEnvironment, timeout: timedelta) -> Endpoint:
     assert environment.address is not None
     assert environment.port is not None
     address, port = environment.address, environment.port
@@ -162,7 +173,11 @@ def _own_address(address: str) -> str:
     """An address of this host by which others reach it, who also reach `address`."""
     found = address_towards(address)
     # On the host whose address it is, the way to it is loopback.
-    return socket.gethostbyname(address) if is_loopback(found) else found
+    own = socket.gethostbyname(address) if is_loopback(found) else found
+    # Some systems give their own name an address of loopback, which other hosts do not reach.
+    if is_loopback(own) and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE", ""):
+        return network_address(address) or own
+    return own
 
 
 def _exchange(
@@ -206,12 +221,14 @@ def _serve(listening: socket.socket, address: str) -> Coordinator:
     made = Coordinator(listening, find_secret(), host_id=host_id(), address=address, patience=find_patience())
     _served.append(made)
     # Handlers run in the reverse order: this one after those that close the world and say bye.
-    atexit.register(_serve_to_the_end, made)
+    atexit.register(_serve_to_the_end, made, os.getpid())
     return made
 
 
-def _serve_to_the_end(coordinator: Coordinator) -> None:
+def _serve_to_the_end(coordinator: Coordinator, served_by: int) -> None:
     """Keep this process until the other ranks have ended: they may still need the coordinator that it serves."""
+    if os.getpid() != served_by:
+        return  # A child that was forked has the handlers, and not the thread that serves.
     started, told = time.monotonic(), False
     # Ended by the other ranks, which leave or are lost; by Ctrl-C; and at once if this rank has failed.
     while (ranks := coordinator.present(os.getpid())) and getattr(sys, "last_value", None) is None:

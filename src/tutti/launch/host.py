@@ -39,18 +39,25 @@ def listen_address(environment: RankEnvironment, membership: "Membership") -> st
                 f"({error.strerror}). Known: {known}."
             ) from None
     assert environment.address is not None
-    # First the address towards rank 0. On rank 0's own host that is loopback, so towards any other host. Then whatever
-    # address an interface has.
-    candidates = [lambda: address_towards(environment.address), lambda: address_towards(_ELSEWHERE), *_interfaces()]
+    if (address := network_address(environment.address)) is not None:
+        return address
+    raise ConfigError(
+        f"rank {membership.world_rank}: this host has no network address by which others could reach it; its "
+        "ranks are on several hosts. Name its network interface in GLOO_SOCKET_IFNAME."
+    )
+
+
+def network_address(towards: str) -> str | None:
+    """An address by which other hosts reach this one, if it has any: the one on the route to `towards`, if possible."""
+    # On the host whose address that is, the route is loopback: so towards any other host. Then whatever address an
+    # interface has.
+    candidates = [lambda: address_towards(towards), lambda: address_towards(_ELSEWHERE), *_interfaces()]
     for candidate in candidates:
         with suppress(OSError):
             address = candidate()
             if not address.startswith("127.") and address != "::1":
                 return address
-    raise ConfigError(
-        f"rank {membership.world_rank}: this host has no network address by which others could reach it; its "
-        "ranks are on several hosts. Name its network interface in GLOO_SOCKET_IFNAME."
-    )
+    return None
 
 
 def address_towards(address: str | None) -> str:

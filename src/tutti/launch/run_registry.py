@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tutti.coordination.description import start_time
@@ -24,7 +24,7 @@ class RunningRun:
     """Start time of that process: process ids are reused."""
     address: str
     port: int
-    secret: str
+    secret: str = field(repr=False)
     encrypt: bool
     workers: int
     command: str

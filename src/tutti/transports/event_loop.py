@@ -73,8 +73,8 @@ class ProgressEngine(ABC):
         """Report to others that this thread waits for `work`, of which None is known."""
 
     @abstractmethod
-    def check(self) -> None:
-        """Raise if this rank can take no more part: its waits end."""
+    def check(self, work: Work | None, wait: Wait) -> None:
+        """Raise if this rank can take no more part: its waits end. Restart `wait` if data of `work` has moved."""
 
     @abstractmethod
     def timeout_error(self, awaited: str) -> DeadlineExceeded:
@@ -154,9 +154,9 @@ class _SpawnedOperation(DrivableWork):
         while not over:
             awaited = self._waits_for
             # Anew whenever the operation waits for something else.
-            with engine.waiting(awaited):
+            with engine.waiting(awaited) as wait:
                 while self._waits_for is awaited and not over:
-                    engine.check()
+                    engine.check(awaited, wait)
                     # Progress after the wait began restarts the deadline, so a late check is not yet a timeout.
                     late = time.monotonic() - max(started, self._progressed_at) > limit_s
                     if late and self._has_deadline:

@@ -222,13 +222,18 @@ class Membership:
         self.member.set(f"{self.scope}/{key}", value)
 
     def await_values(
-        self, keys: list[str], awaited: str, lost: Callable[[], dict[int, str]] | None = None
+        self,
+        keys: list[str],
+        awaited: str,
+        lost: Callable[[], dict[int, str]] | None = None,
+        owner: int | None = None,
     ) -> list[str]:
         """Wait until all values are set, and return them.
 
         Args:
             awaited: what is waited for, for the timeout error.
             lost: returns the ranks whose loss ends the wait, instead of `gone`.
+            owner: the rank that sets them, where it is one alone.
         """
 
         def check() -> None:
@@ -236,8 +241,8 @@ class Membership:
                 raise self.loss_error(gone)
 
         paths = [f"{self.scope}/{key}" for key in keys]
-        others = [rank for rank in self.world_ranks if rank != self.world_rank]
-        with self.member.activity.waiting(others, f"come: this rank waits for {awaited}"):
+        # Some of the others may have set theirs already, and wait too. So only if all are stuck, this one is.
+        with waiting_for(self, -1 if owner is None else owner, f"come: this rank waits for {awaited}"):
             values = self.member.values(paths, self.timeout.total_seconds(), check)
         if values is None:
             raise self.timeout_error(awaited)
@@ -260,12 +265,16 @@ def address_family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def waiting_for(membership: Membership, peer: int, action: str) -> AbstractContextManager[Wait]:
+def waiting_for(
+    membership: Membership, peer: int, action: str, *, observed: bool = True
+) -> AbstractContextManager[Wait]:
     """Report that this thread waits for a rank of the membership to do something; for any of them if it is negative."""
+    # By the number that the launcher gave each process, as the coordinator knows it: a group may have other numbers.
+    numbers = [peer.process.rank for peer in membership.peers]
     if peer >= 0:
-        return membership.member.activity.waiting([membership.peers[peer].rank], action)
-    others = [rank for rank in membership.world_ranks if rank != membership.world_rank]
-    return membership.member.activity.waiting(others, action, any_of=True)
+        return membership.member.activity.waiting([numbers[peer]], action, observed=observed)
+    others = [number for rank, number in enumerate(numbers) if rank != membership.rank]
+    return membership.member.activity.waiting(others, action, any_of=True, observed=observed)
 
 
 class ChannelMembership:

@@ -15,7 +15,8 @@ def torch_store(membership: Membership, name: str) -> Store:
     """
     key, timeout = f"{name}/store", membership.timeout
     if membership.rank > 0:
-        served = membership.await_values([key], f"rank {membership.world_ranks[0]} to serve a store for torch")
+        awaited = f"rank {membership.world_ranks[0]} to serve a store for torch"
+        served = membership.await_values([key], awaited, owner=0)
         address, port_text = served[0].split()
         return TCPStore(address, int(port_text), is_master=False, wait_for_workers=False, timeout=timeout)
     address = membership.address

@@ -38,7 +38,6 @@ from tutti.transports.membership import (
     WATCH_SECONDS,
     ChannelMembership,
     Membership,
-    waiting_for,
 )
 from tutti.transports.torch_store import torch_store
 
@@ -86,7 +85,9 @@ class TorchGroupWork(Work):
             while not work.is_completed() and (now := time.monotonic()) - started < membership.timeout.total_seconds():
                 if now > check_at:
                     if check_at == started + WATCH_SECONDS:
-                        stack.enter_context(waiting_for(membership, -1, "take part in an all-reduce by Gloo"))
+                        others = [peer.process.rank for peer in membership.peers if peer.rank != membership.world_rank]
+                        action, activity = "take part in an all-reduce by Gloo", membership.member.activity
+                        stack.enter_context(activity.waiting(others, action, observed=False))
                     check_at = now + WATCH_SECONDS
                     membership.member.check()
                     # A rank may do its part and leave: what it sent is still under way.

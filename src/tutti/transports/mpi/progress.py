@@ -65,9 +65,10 @@ class MpiProgressEngine(ProgressEngine):
 
     def waiting(self, work: Work | None) -> AbstractContextManager[Wait]:
         one = isinstance(work, MpiMessage) and not work.any_peer
-        return waiting_for(self._transport.membership, work.peers[0] if one else -1, "reply over MPI")  # type: ignore[union-attr]
+        peer = work.peers[0] if one else -1  # type: ignore[union-attr]
+        return waiting_for(self._transport.membership, peer, "reply over MPI", observed=False)
 
-    def check(self) -> None:
+    def check(self, work: Work | None, wait: Wait) -> None:
         self._transport.membership.member.check()
 
     def _is_peer_lost(self, work: MpiMessage) -> bool:

@@ -218,7 +218,8 @@ class MpiTransport(Transport):
             if not reported and now - started > WATCH_SECONDS:
                 reported = True
                 ranks = [self.world_ranks[peer] for peer in work.peers]
-                stack.enter_context(self.activity.waiting(ranks, "reply over MPI", any_of=work.any_peer))
+                wait = self.activity.waiting(ranks, "reply over MPI", any_of=work.any_peer, observed=False)
+                stack.enter_context(wait)
             # Membership is asked for seldom, because it looks at every rank.
             late = now - started > self.timeout.total_seconds()
             if late or now - checked_at > WATCH_SECONDS:

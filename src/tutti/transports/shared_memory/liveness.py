@@ -96,14 +96,15 @@ class ChannelLiveness:
                 self.check_open()
                 # `slots[i]` is written by `ranks[i]`.
                 late = [ranks[index] for index in np.flatnonzero(flags.counters[slots] < value).tolist()]
-                wait.ranks = self._world_ranks(late)
+                # As the coordinator numbers them; the numbers of a group may be others.
+                wait.ranks = [self._membership.peers[rank].process.rank for rank in late]
                 if (lost := gone(late)) and not flags.reached(slots, value):  # It may have gone after doing its part.
                     raise self._membership.loss_error(self._causes(lost))
                 if progress != self._counters.progress():  # A rank waits for other hosts, and data comes from them.
                     deadline, progress = time.monotonic() + self._timeout_s, self._counters.progress()
                     wait.moved()
                 elif time.monotonic() > deadline:
-                    names = ", ".join(map(str, wait.ranks))
+                    names = ", ".join(map(str, self._world_ranks(late)))
                     raise self._membership.timeout_error(f"rank {names} to {action}")
                 if flags.wait(slots, value, CHECK_SECONDS):
                     return

@@ -163,5 +163,5 @@ class Connector:
 
         # Set by that rank when it opened the channel.
         awaited = f"rank {membership.peers[dst].rank} to open a channel"
-        address, port, key = membership.await_values([key], awaited, lost)[0].split()
+        address, port, key = membership.await_values([key], awaited, lost, owner=dst)[0].split()
         return _Location(address, int(port), bytes.fromhex(key))

@@ -173,8 +173,11 @@ class Messenger(ProgressEngine):
         peer = work.peer if isinstance(work, SocketSend | SocketReceive) else ANY
         return waiting_for(self.membership, peer, getattr(work, "awaited_action", "reply"))
 
-    def check(self) -> None:
+    def check(self, work: Work | None, wait: Wait) -> None:
         self.membership.member.check()
+        moved_at = self.connections.progressed_at
+        if (moved_at[work.peer] if isinstance(work, SocketSend | SocketReceive) else max(moved_at)) > wait.since:
+            wait.moved()
 
     def interrupt(self) -> None:
         """End every wait, from any thread. Idempotent."""

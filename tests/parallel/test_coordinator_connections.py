@@ -1,0 +1,116 @@
+"""Connections between members and a coordinator that break, or that nobody answers."""
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+from datetime import timedelta
+
+import pytest
+
+from tutti.coordination import Coordinator, MemberDescription, Secret, connect_member, forks
+from tutti.coordination.link import ConnectedMember, Endpoint, _Unreachable
+from tutti.errors import RankLost
+
+PATIENCE_S = 2.0
+WITHIN_S = 10.0
+
+
+class Job:
+    """A coordinator and its members, in this process."""
+
+    def __init__(self) -> None:
+        self.stack = ExitStack()
+        self.secret = Secret.generate()
+        listener = socket.create_server(("127.0.0.1", 0))
+        patience = timedelta(seconds=PATIENCE_S)
+        made = Coordinator(listener, self.secret, host_id="here", patience=patience)
+        self.coordinator = self.stack.enter_context(closing(made))
+
+    def member(self, rank: int) -> ConnectedMember:
+        description = MemberDescription.this_process(rank, "here", "here")
+        endpoint, limit = Endpoint("127.0.0.1", self.coordinator.port), timedelta(seconds=WITHIN_S)
+        patience = timedelta(seconds=PATIENCE_S)
+        made = connect_member(description, endpoint, self.secret, timeout=limit, patience=patience)
+        return self.stack.enter_context(closing(made))
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    made = Job()
+    with made.stack:
+        yield made
+
+
+def test_a_member_that_connects_again_before_its_end_was_noticed(job: Job) -> None:
+    member = job.member(0)
+    # As if its connection broke on its side alone: the coordinator still holds its own end.
+    second = ConnectedMember(member.description, member.endpoint, job.secret, timedelta(seconds=PATIENCE_S))
+    job.stack.enter_context(closing(second))
+    second.await_first_answer(WITHIN_S)
+    assert second.sync(WITHIN_S)
+    assert job.coordinator.present() == [0]
+
+
+def test_a_coordinator_that_is_stopped_excludes_nobody(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    member = job.member(0)
+    # A listener that lets connections in and says nothing, as the kernel of a stopped process does.
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(member, "endpoint", Endpoint("127.0.0.1", silent.getsockname()[1]))
+        for opened in list(forks._registered):
+            with suppress(OSError):
+                opened.shutdown(socket.SHUT_RDWR)
+        deadline = time.monotonic() + 3 * PATIENCE_S
+        while time.monotonic() < deadline and member.known.refused is None:
+            time.sleep(0.05)
+        assert member.known.refused is None
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), EOFError(), OSError("no answer")])
+def test_the_end_of_a_connection_alone_excludes_nobody(job: Job, error: Exception) -> None:
+    member = job.member(0)
+    member._answered_at -= 100 * PATIENCE_S  # The coordinator has had nothing to say.
+    member._note_failure(error)
+    assert member.known.refused is None
+
+
+def test_a_host_that_cannot_be_reached_any_more(job: Job) -> None:
+    member = job.member(0)
+    member._answered_at -= 100 * PATIENCE_S
+    member._note_failure(_Unreachable("no route"))
+    assert "it is cut off from the coordinator" in str(member.known.refused)
+
+
+def test_values_are_not_awaited_from_a_coordinator_that_died_with_its_rank(job: Job) -> None:
+    member = job.member(1)
+    member.is_served_by_rank = True
+    job.coordinator.close()
+    started = time.monotonic()
+    with pytest.raises(RankLost, match=r"rank 1: the coordinator at .* has been gone for 2 s"):
+        member.values(["k"], WITHIN_S)
+    assert time.monotonic() - started > PATIENCE_S / 2
+    assert member.known.refused is None  # What needs no coordinator goes on.
+
+
+def test_values_are_awaited_from_a_coordinator_that_may_come_back(job: Job) -> None:
+    member = job.member(1)
+    job.coordinator.close()
+    assert member.values(["k"], 1.5 * PATIENCE_S) is None
+
+
+def test_a_member_that_sends_what_is_too_long_learns_it(job: Job) -> None:
+    member = job.member(0)
+    member.set("k", "x" * 70_000)
+    with pytest.raises(RankLost, match="cannot read what it sent: 'set' has a 'value' of 70000 characters"):
+        member.values(["k"], WITHIN_S)
+
+
+def test_answers_that_come_late_are_not_kept(job: Job) -> None:
+    member = job.member(0)
+    for _ in range(5):
+        member.table(timeout_s=0.0)
+    assert member.sync(WITHIN_S)
+    deadline = time.monotonic() + WITHIN_S
+    while member.known.answers and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not member.known.answers
