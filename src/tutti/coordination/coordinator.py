@@ -100,10 +100,10 @@ class Coordinator:
         """Ranks that others wait for, as of the last diagnosis. A new tuple each time, so any thread may read it."""
         return self._state.held_up
 
-    def present(self, but_pid: int) -> list[int]:
-        """Ranks of the members that have neither left nor been lost, but those of one process."""
-        members = self._state.members.values
-        return self._ask(lambda: sorted(e.description.rank for e in members() if e.description.pid != but_pid))
+    def present(self, but: set[str]) -> list[int]:
+        """Ranks of the members that have neither left nor been lost, but some."""
+        members = self._state.members
+        return self._ask(lambda: sorted(each.description.rank for id, each in members.items() if id not in but))
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         """Call a function in the thread of the service. Ended by that thread, which waits for nothing."""

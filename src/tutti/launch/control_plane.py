@@ -230,8 +230,9 @@ def _serve_to_the_end(coordinator: Coordinator, served_by: int) -> None:
     if os.getpid() != served_by:
         return  # A child that was forked has the handlers, and not the thread that serves.
     started, told = time.monotonic(), False
+    own = {member.description.id for member in _members.values()}  # Whose bye may not have come yet.
     # Ended by the other ranks, which leave or are lost; by Ctrl-C; and at once if this rank has failed.
-    while (ranks := coordinator.present(os.getpid())) and getattr(sys, "last_value", None) is None:
+    while (ranks := coordinator.present(own)) and getattr(sys, "last_value", None) is None:
         if not told and time.monotonic() - started > 5:
             told = True
             names = ", ".join(map(str, ranks))

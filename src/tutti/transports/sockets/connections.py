@@ -183,9 +183,8 @@ class SocketConnections:
             if dst not in self.broken and outgoing.is_cut_off():
                 host = self._membership.peers[dst].host
                 self._break(dst, f"{host} has acknowledged nothing for {self._membership.member.patience_s:g} s")
-        if not self.reception.has_thread:
-            # Ended by itself: it handles what is there, and waits for nothing.
-            self.reception.poll()
+        # Ended by itself: it handles what is there, and waits for nothing.
+        self.reception.poll()
         self._take_arrivals()
 
     def may_still_arrive(self, peer: int, now: float, lost_at: float) -> bool:
@@ -193,6 +192,7 @@ class SocketConnections:
         # A connection that has not proved yet whose it is may be the one from `peer`; later ones cannot be.
         if self.reception.has_stranger_since(now - STALLED_SECONDS, lost_at):
             return True
+        self._take_arrivals()
         candidates = [incoming for incoming in self.incoming if peer in (ANY, incoming.src)]
         return any(incoming.progressed_at > now - STALLED_SECONDS for incoming in candidates)
 

@@ -20,8 +20,11 @@ oldest stranger is closed, and nothing is accepted for `_PAUSE_S`: the selector 
 
 Who moves it: without TLS, the owner of the channel, which watches `fileno` and calls `poll`. A plain member has sent
 its hello before anything is accepted, and needs no answer. A TLS handshake needs answers, and a rank must be able to
-open a connection while no thread of this one waits for messages. So with TLS a thread of its own calls `poll`, and
-nobody else does. It takes no lock but `_lock`, under which nothing waits. The thread is ended by `close`.
+open a connection while no thread of this one waits for messages. So with TLS a thread of its own calls `poll`. It takes
+no lock but `_lock`, under which nothing waits. The thread is ended by `close`. The owner calls `poll` too before it
+concludes that nothing comes from a rank: the thread may not have had its turn yet.
+
+A connection is in `arrivals` before it is taken out of the strangers: who looks at the strangers first misses none.
 """
 
 import errno
@@ -47,6 +50,8 @@ _GRACE_S = 0.25
 """A stranger is not closed for a newer one before it is this old."""
 _PAUSE_S = 0.1
 """How long nothing is accepted after it failed for want of a file descriptor or of memory."""
+_LOOK_S = 1.0
+"""How often the thread looks for strangers that are late, if it knows of none."""
 _ACCEPTS_AT_ONCE = 64
 _TLS_HANDSHAKE = b"\x16"
 """The first byte of a TLS connection: its record is a handshake."""
@@ -119,18 +124,15 @@ class Reception:
         """Whether a connection that was accepted between the two times has not proved yet who it is."""
         return any(earliest <= stranger.accepted_at <= latest for stranger in list(self._strangers))
 
-    def poll(self, seconds: float | None = 0.0) -> None:
-        """Move strangers on, waiting up to `seconds` for one that is ready; close those whose time is over.
-
-        For one thread: the owner's, or that of the reception if it has one.
-        """
+    def poll(self, seconds: float = 0.0) -> None:
+        """Move strangers on, waiting up to `seconds` for one that is ready; close those whose time is over."""
         ready = self._selector.select(seconds)
         with self._lock:
             if self._closed:
                 return
             before = len(self.arrivals)
             for key, _ in ready:
-                # To accept one may have closed another that was ready.
+                # It may have been closed since: by another thread, or to accept a newer one.
                 if key.data is None:
                     self._accept()
                 elif key.data in self._strangers:
@@ -163,8 +165,9 @@ class Reception:
 
     def _run(self) -> None:
         while not self._closed:
-            # Ended by a connection, by `close`, or when it is time to look for strangers that are late.
-            self.poll(_PAUSE_S if self._strangers or not self._accepting else None)
+            # Ended by a connection, by `close`, or when it is time to look for strangers that are late. Never without
+            # a limit: another thread may have accepted some.
+            self.poll(_PAUSE_S if self._strangers or not self._accepting else _LOOK_S)
 
     def _accept_from_now_on(self) -> None:
         self._accepting = True
@@ -257,9 +260,9 @@ class Reception:
             return self._close(stranger)
         self._nonces_seen.add(hello.nonce)
         self._ranks_seen.add(hello.rank)
-        del self._strangers[stranger]
         self._selector.unregister(stranger.socket)
         self.arrivals.append((stranger.socket, hello.rank))
+        del self._strangers[stranger]
 
     def _is_welcome(self, rank: int, encrypted: bool) -> bool:
         """Whether a rank may open such a connection here."""
