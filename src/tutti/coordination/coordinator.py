@@ -23,6 +23,7 @@ import ssl
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -43,6 +44,7 @@ _HANDSHAKE_S = 10.0
 _MOST_STRANGERS = 128
 _MOST_UNREAD_BYTES = 16 << 20
 _CLOSE_S = 5.0
+_TICK_S = 0.25
 _REFUSAL_S = 1.0
 """How long a member that is refused has to read why."""
 
@@ -156,8 +158,13 @@ class Coordinator:
     async def _tick(self) -> None:
         # Ended by `_serve`, which cancels it.
         while True:
-            delay_s = self._state.tick(time.monotonic())
-            self._deliver()
+            delay_s = _TICK_S
+            try:
+                delay_s = self._state.tick(time.monotonic())
+                self._deliver()
+            except Exception:
+                # A mistake of ours. The run must not go on unwatched because of it.
+                traceback.print_exc()
             await asyncio.sleep(delay_s)
 
     async def _handle(self, connection: socket.socket) -> None:
