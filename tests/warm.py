@@ -158,10 +158,11 @@ def serve() -> None:
                 pid, connection = children.pop(key.fd)
                 selector.unregister(key.fd)
                 os.close(key.fd)
-                if connection in selector.get_map():
+                if connection.fileno() >= 0 and connection in selector.get_map():
                     selector.unregister(connection)
                 _report(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), connection)
-            elif key.fileobj in selector.get_map():  # Otherwise the child has ended since `select` returned.
+            # Otherwise the child has ended since `select` returned: its connection is closed, and has no number.
+            elif key.fileobj.fileno() >= 0 and key.fileobj in selector.get_map():
                 number, _ = _received(key.fileobj)
                 if not number:  # The small program was killed.
                     selector.unregister(key.fileobj)

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -102,7 +102,7 @@ class Coordinator:
         """Ranks that others wait for, as of the last diagnosis. A new tuple each time, so any thread may read it."""
         return self._state.held_up
 
-    def present(self, but: set[str]) -> list[int]:
+    def present(self, but: Collection[str] = ()) -> list[int]:
         """Ranks of the members that have neither left nor been lost, but some."""
         members = self._state.members
         return self._ask(lambda: sorted(each.description.rank for id, each in members.items() if id not in but))
