@@ -10,6 +10,7 @@ from tutti import __version__
 from tutti.coordination.activity import Activity
 from tutti.coordination.description import MemberDescription, process_state
 from tutti.coordination.frames import SCHEMA, Message, ProtocolError, decode, encode
+from tutti.coordination.knowledge import JobKnowledge
 from tutti.coordination.state import CoordinatorState, Refused
 
 PATIENCE_S = 10.0
@@ -277,6 +278,15 @@ def test_a_coordinator_that_was_stopped_evicts_nobody() -> None:
     assert not losses(job.wait(PATIENCE_S - 1, silent=(1,)))
     job.wait(2, silent=(1,))
     assert set(job.lost) == {"m1"}
+
+
+def test_ranks_that_gave_up_are_not_named_as_missing() -> None:
+    known = JobKnowledge()
+    for ranks in ([0, 2], [2], [0, 2]):  # Rank 0 came, and gave up on rank 2.
+        known.apply({"op": "missing", "scope": "world", "ranks": ranks, "seconds": 2.0})
+    assert known.missing["world"] == ([2], 2.0)
+    known.apply({"op": "missing", "scope": "world", "ranks": [0], "seconds": 4.0})  # Rank 2 came, rank 0 is gone.
+    assert known.missing["world"] == ([0], 4.0)
 
 
 def test_a_new_coordinator_learns_from_its_members() -> None:

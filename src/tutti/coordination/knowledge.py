@@ -51,7 +51,10 @@ class JobKnowledge:
             case "conflict":
                 self.conflicts[message["scope"]] = message["reason"]
             case "missing":
-                self.missing[message["scope"]] = message["ranks"], message["seconds"]
+                before, _ = self.missing.get(message["scope"], ([], 0.0))
+                # A rank that was here and is not any more gave up because of those that never came.
+                gave_up = bool(before) and set(before) < set(message["ranks"])
+                self.missing[message["scope"]] = before if gave_up else message["ranks"], message["seconds"]
             case "values" | "table":
                 self.answers[message["request"]] = message["values" if message["op"] == "values" else "members"]
             case "synced":
