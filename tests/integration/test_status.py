@@ -46,7 +46,9 @@ def test_a_running_job(call: Call) -> None:
         rows = json.loads(call("status", "--json").out)
         assert [row["rank"] for row in rows] == [0, 1]
         assert [row["pid"] for row in rows] == [rank.pid for rank in job.ranks]
-        assert "does not answer" in call("status", "--stack", "9").out
+        unknown = call("status", "--stack", "9")
+        assert unknown.status == 2
+        assert "needs a rank of this run, got 9. Ranks: 0, 1." in unknown.err
         # A second run: the user has to say which.
         announced(job, os.getpid())
         several = call("status")

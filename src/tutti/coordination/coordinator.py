@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 from tutti.coordination import frames
 from tutti.coordination.diagnosis import HeldUp
@@ -79,6 +80,8 @@ class Coordinator:
         self.evicted = self._state.evicted
         """Members that were evicted while their processes may still be there, and why. Its reader empties it."""
         self._writers: dict[str, asyncio.StreamWriter] = {}
+        self._refused: WeakSet[asyncio.StreamWriter] = WeakSet()
+        """Connections on which nothing is written any more: they end as soon as the other side has read why."""
         self._strangers: dict[asyncio.Task[None], None] = {}  # A dict, because it keeps the order.
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
@@ -238,6 +241,7 @@ class Coordinator:
         except ProtocolError as error:
             # Otherwise it would connect and send the same again, without end.
             reason = f"the coordinator cannot read what it sent: {error}"
+            self._refused.add(writer)
             writer.write(frames.encode({"op": "refused", "reason": reason}))
             if writer.can_write_eof():
                 writer.write_eof()
@@ -257,7 +261,7 @@ class Coordinator:
         """Write what the state has to say."""
         for member, message in self._state.drain():
             writer = self._writers.get(member)
-            if writer is None or writer.is_closing():
+            if writer is None or writer.is_closing() or writer in self._refused:
                 continue
             try:
                 writer.write(frames.encode(message))
