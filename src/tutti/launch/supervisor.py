@@ -57,6 +57,9 @@ one that saves a model needs the time."""
 _GRACE_S = 2.0
 """How long stopped workers get to end by themselves."""
 
+_CAUSE_S = 0.3
+"""How long to look for the failure that another one followed from."""
+
 _POLL_S = 0.05
 """How often ends of workers are looked for, beside the events that announce them."""
 
@@ -261,6 +264,11 @@ class Supervisor:
         # All that ended in this round are judged together: first the needed ones that failed by themselves, then needed
         # ones that failed because of others, then those whose loss is tolerated.
         failed = [worker for worker in self._newly_ended() if self._watched_reason(worker)]
+        # Ranks learn of a loss within milliseconds, and may end before the end of the lost one is reported here.
+        deadline = time.monotonic() + _CAUSE_S
+        while failed and all(worker.knocked_on for worker in failed) and time.monotonic() < deadline:
+            self._read(_POLL_S)
+            failed += [worker for worker in self._newly_ended() if self._watched_reason(worker)]
         for worker in sorted(failed, key=lambda worker: (worker.inbox.tolerates_loss, worker.knocked_on)):
             if self._first_failed is None and worker.inbox.tolerates_loss:
                 self._lose(worker)
