@@ -186,4 +186,4 @@ FAULTS: dict[str, Callable[[_Job], Any]] = {
     "interpreter lock": _hold_interpreter_lock,
     "coordinator stopped": _stop_coordinator,
 }
-"""What happens in the victim, by the name of the kind."""
+"""Functions that inject a fault into the rank that runs them, by the name of the kind."""

@@ -65,7 +65,7 @@ CAUSES = {
     "starting": "it has not begun to train",
     "deadlock": "ranks wait for each other",
 }
-"""What each cause means."""
+"""Causes, each with its meaning."""
 
 _PHASES = {
     "loading data": "data loading",

@@ -41,7 +41,7 @@ class Secret:
 
     @property
     def is_open(self) -> bool:
-        """Whether authentication is turned off: whoever reaches a port is let in."""
+        """Whether authentication is turned off: every process that reaches a port is let in."""
         return self.text == OPEN
 
     def key(self, purpose: str) -> bytes:

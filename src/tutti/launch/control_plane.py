@@ -77,7 +77,7 @@ def wait_for_ranks(member: Member, scope: str, rank: int, size: int, timeout: ti
     """
 
     def waiting(missing: list[int], seconds: float) -> None:
-        # The first rank that is here says it for all.
+        # The first rank that is present prints it for all.
         if rank == min(set(range(size)) - set(missing), default=rank):
             names = ", ".join(map(str, missing))
             print(f"tutti: waiting for rank {names} of {size} for {seconds:.0f} s", file=sys.stderr, flush=True)

@@ -78,7 +78,7 @@ def run_script(argv: Sequence[str], workers: int | None, environment: dict[str, 
     """
     supervisor = Supervisor(Program(argv, modules=modules_for(argv[0])), _placement(workers, lab), environment)
     supervisor.run()
-    # The strategy may go on without a worker. Its script has failed all the same, and whoever started it should know.
+    # The strategy may go on without a worker. Its script has failed all the same, and the exit status says so.
     if supervisor.failed_alone is not None:
         raise supervisor.failed_alone
 

@@ -19,7 +19,7 @@ from torch import Tensor
 _VERSION = b"tuttims1"
 """The first bytes of a hello: which protocol, and its version. No TLS record starts like this."""
 _PROVED = struct.Struct("<8sI16s")
-"""What the MAC covers, beside the port: version, the sender's rank in the channel, a random value."""
+"""Fields that the MAC covers, beside the port: version, the sender's rank in the channel, a random value."""
 HELLO_BYTES = _PROVED.size + hashlib.sha256().digest_size
 KEY_BYTES = 32
 

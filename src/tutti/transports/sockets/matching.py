@@ -31,7 +31,7 @@ from tutti.transports.sockets.messages import IncomingMessage, SocketReceive
 _KEPT_BYTES = 64 * 2**20
 """Bytes of unexpected messages that are kept of one peer, whatever receives are posted."""
 _MESSAGE_BYTES = 512
-"""What an unexpected message costs beside its payload, about."""
+"""Approximate bytes of an unexpected message beside its payload."""
 
 
 class ReceiveMatcher:
