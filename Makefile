@@ -34,11 +34,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/tutti train digits --workers 2 --check
 
-# Tests of labs that come and go, and of killed workers, have the machine to themselves. The others share two cores, by
-# three processes: with two, a fifth of the cores' time was idle, while tests waited for time limits and for each other.
+# Three processes share two cores: with two, a fifth of the cores' time was idle, while tests waited for time limits and
+# for each other. Tests of killed workers come after these; of those with labs (xdist_group) one runs at a time.
 test: $(STAMP)
 	$(BIN)/pytest --ignore=tests/integration -n 3 --dist worksteal
-	$(BIN)/pytest tests/integration
+	$(BIN)/pytest tests/integration -n 3 --dist loadgroup
 
 # For the inner loop: one process, no launches.
 test-quick: $(STAMP)

@@ -1,12 +1,9 @@
 """Ranks as threads: the quick way to run several, with explicit groups and nothing global."""
 
-import ctypes
 import itertools
-import os
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -35,22 +32,6 @@ go."""
 SECRET = Secret("a secret of these tests alone")
 
 TIMEOUT = timedelta(seconds=20)
-
-
-@contextmanager
-def one_core() -> Iterator[None]:
-    """Run this thread, and threads that it starts, on the core where it is now.
-
-    Ranks that are threads have one GIL, which torch releases in every operation. On two cores, a waiting thread may
-    wake up and take it each time, so that every operation has two switches between threads. On one core the thread
-    has the GIL again before another wakes up.
-    """
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {ctypes.CDLL(None).sched_getcpu()})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
 
 
 def pairwise(**dimensions: Sequence[Any]) -> pytest.MarkDecorator:
@@ -93,9 +74,8 @@ def run_threads(
     threads = [threading.Thread(target=work, args=(rank,), name=f"rank {rank}") for rank in range(size)]
     # With TLS, loopback is taken for a network.
     with patch("tutti.coordination.handshake.is_loopback", return_value=transport != "tls"):
-        with one_core():  # New threads have the cores of the one that starts them.
-            for thread in threads:
-                thread.start()
+        for thread in threads:
+            thread.start()
         for thread in threads:
             thread.join(50)
             assert not thread.is_alive(), f"{thread.name} hangs; so far: {results}"
@@ -114,8 +94,7 @@ def _run_simulated(
 
     per_host = {"simulated": 1, "simulated_memory": size, "simulated_hosts": 2}[transport]
     cluster = Cluster(link=Link("1gbit", "50us"), ranks_per_host=per_host)
-    with one_core():
-        return simulate(work, workers=size, cluster=cluster, timeout=timeout).results
+    return simulate(work, workers=size, cluster=cluster, timeout=timeout).results
 
 
 def run_ok(function: Callable[..., Any], *args: Any, size: int, transport: str) -> list[Any]:

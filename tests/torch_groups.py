@@ -8,7 +8,6 @@ from typing import Any
 import torch.distributed as dist
 
 import tutti.transports.shared_memory.transport  # noqa: F401  Compiled here, not inside a test's deadline.
-from support import one_core
 from tutti.backend import GroupConnection, group_over
 from tutti.coordination import LocalCoordinator, MemberDescription
 from tutti.transports import Membership, Peer, SingleRankTransport, SocketTransport
@@ -75,9 +74,8 @@ def on_ranks(
             group.shutdown()
 
     threads = [threading.Thread(target=work, args=(rank,), name=f"rank {rank}") for rank in range(size)]
-    with one_core():
-        for thread in threads:
-            thread.start()
+    for thread in threads:
+        thread.start()
     for thread in threads:
         thread.join(50)
         assert not thread.is_alive(), f"{thread.name} hangs; so far: {results}"

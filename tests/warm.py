@@ -279,6 +279,7 @@ def _status_of(options: list[str]) -> int:
         print(ended.code, file=sys.stderr)
         return 1
     except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()  # As Python does before it calls the hook.
         sys.excepthook(*sys.exc_info())
         if isinstance(error, KeyboardInterrupt):
             sys.stderr.flush()

@@ -32,7 +32,7 @@ from reproductions.context import ReproductionContext, machine
 from reproductions.records import save
 from tutti.cluster import Cluster, Compute, Link
 from tutti.data import GlobalBatches
-from tutti.data.shard import ShardedLoader
+from tutti.data.loader import ShardedLoader
 from tutti.job import distribute
 from tutti.launch import init
 from tutti.recipes import MapDataset, Recipe, collate, recipe
@@ -210,7 +210,7 @@ def _train(job: BlockMomentumJob) -> BlockMomentumRun:
 
 def _loader(train: Any, job: BlockMomentumJob, world: World) -> ShardedLoader:
     batches = GlobalBatches(len(train), job.task.batch * world.size, world.size, job.seed)
-    return ShardedLoader(DataLoader(train, batch_sampler=batches, collate_fn=collate), 0, world)
+    return ShardedLoader(DataLoader(train, batch_sampler=batches, collate_fn=collate), 0, "global", world)
 
 
 def _metric(made: Recipe) -> Metric:

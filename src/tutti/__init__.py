@@ -107,9 +107,9 @@ _WITHOUT_TORCH = {"tutti.cluster", "tutti.errors"}
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 _SUBMODULES = {
-    "backend", "bench", "cli", "cluster", "codecs", "collectives", "coordination", "cost", "data", "errors", "events",
-    "job", "measurement", "parallel", "plan", "plugins", "recipes", "replica", "report", "simulation", "strategies",
-    "transports", "versions",
+    "backend", "bench", "checkpoint", "cli", "cluster", "codecs", "collectives", "coordination", "cost", "data",
+    "errors", "events", "job", "measurement", "parallel", "plan", "plugins", "recipes", "replica", "report",
+    "simulation", "strategies", "transports", "versions",
 }  # fmt: skip
 """Submodules that are attributes of `tutti`: all but those that have the name of a public function."""
 

@@ -8,7 +8,8 @@
     │   ├── NoLink             a simulated message between hosts that no link joins
     │   ├── NotPriced          a strategy without a cost formula
     │   ├── PluginError        a package that offers something by an entry point, and offers it wrongly
-    │   └── DataError          a dataset that is missing, truncated or not the one named
+    │   ├── DataError          a dataset that is missing, truncated or not the one named
+    │   └── CheckpointError    a checkpoint that is missing, damaged, of a newer format, or cannot be written
     ├── UnsupportedVersion     (also an ImportError) a version of torch with which Tutti does not work
     ├── RankLost               (also a RuntimeError) a peer died, failed or left while this rank waited for it
     ├── DeadlineExceeded       (also a TimeoutError and a RuntimeError) no answer in time, and no rank known to be gone
@@ -20,7 +21,7 @@
     ├── NonFiniteLoss          the loss became NaN or infinite
     ├── NonFiniteValues        a parameter or a gradient became NaN or infinite
     ├── TargetMissed           a training run that ended below its recipe's target accuracy
-    ├── StoreLost              raised by the launcher: the process that serves the run's key-value store has ended
+    ├── StoreLost              raised by the launcher: the process that serves torch's store for the run has ended
     └── WorkerFailed           raised by the launcher: the first worker that failed
 
 Messages say what was given, what was expected and what to do next. They start with the rank where there are several.
@@ -59,6 +60,10 @@ class ReplicaMismatch(ConfigError):
 
 class DataError(ConfigError):
     """A dataset is missing, truncated or not the one that its name says."""
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint is missing, damaged or of a newer format, or cannot be written."""
 
 
 class NoLink(ConfigError):
@@ -157,7 +162,7 @@ class TargetMissed(TuttiError):
 
 
 class StoreLost(TuttiError):
-    """The process that serves the key-value store of a launch, through which its ranks meet, ended before the ranks."""
+    """The process that serves the store of a launch, which torch's own groups use, ended before the ranks."""
 
 
 class WorkerFailed(TuttiError):

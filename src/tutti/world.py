@@ -26,6 +26,18 @@ class WorldUsage:
     """Those of the jobs that are not finished. Weak: a job may be dropped without `finish`."""
 
 
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """What the launcher says about checkpoints."""
+
+    every: str | None = None
+    """How often to write (`tutti run --checkpoint-every`), which overrules the script's."""
+    grace_s: float = 30.0
+    """Seconds that this process may go on after it was asked to stop."""
+    announce: Callable[[float], None] = field(default=lambda grace_s: None, repr=False)
+    """Informs the launcher that this process saves its state before it stops, and how long that may take."""
+
+
 @dataclass(frozen=True, eq=False)
 class World:
     """This rank's number in the run, and its transport to the others."""
@@ -46,10 +58,15 @@ class World:
     """How this process has used the world."""
     strategy: Strategy | None = None
     """The strategy that the launcher was given (`tutti run --strategy`), which overrules the script's."""
+    checkpoints: CheckpointSettings = CheckpointSettings()
+    """When checkpoints are written, and how long that may take in the end."""
     leave: Callable[[], None] = field(default=lambda: None, repr=False)
     """Announces to the other ranks that this one leaves."""
     tolerate_loss: Callable[[bool], None] = field(default=lambda yes: None, repr=False)
     """Informs the launcher whether the others continue training if this rank is lost."""
+
+    confirm: Callable[[], None] = field(default=lambda: None, repr=False)
+    """Raises `RankLost` if this rank is cut off, so that the others go on without it."""
 
     status: Callable[[], list[dict[str, Any]] | None] = field(default=list, repr=False)
     """Returns what the run's coordinator knows of every rank; nothing where there is none."""

@@ -235,7 +235,8 @@ def test_train_records_the_run(call: Call, tmp_path: Path) -> None:
     ended = call(*words)
     assert ended.status == 0, ended.err
     assert "recorded in runs/x" in ended.out
-    assert {file.name for file in (tmp_path / "runs" / "x").iterdir()} == {"metrics.jsonl", "summary.json"}
+    files = {file.name for file in (tmp_path / "runs" / "x").iterdir() if not file.name.startswith(".")}
+    assert files == {"metrics.jsonl", "summary.json", "latest.json", "step-00000022"}
 
     records = [json.loads(line) for line in (tmp_path / "runs" / "x" / "metrics.jsonl").read_text().splitlines()]
     assert records

@@ -20,6 +20,7 @@ PRINTED = {
     "simulate_then_run.py": "equal to the last bit: True",
     "custom_strategy.py": "loss",
     "custom_codec.py": "loss",
+    "resume.py": "3 workers, ring: from step 60 to step 120",
 }
 """What each script that runs by itself prints."""
 

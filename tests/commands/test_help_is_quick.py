@@ -20,8 +20,9 @@ for command in {commands}:
 HEAVY = ("torch", "numpy", "numba", "matplotlib")
 
 COMMANDS = [
-    "", "run", "train", "plan", "profile", "doctor", "reproduce", "lab", "lab run", "simulate", "simulate scaling",
-    "simulate clusters", "bench", "bench step", "bench compression", "bench strategies", "bench meshes",
+    "", "run", "train", "plan", "profile", "doctor", "checkpoints", "reproduce", "lab", "lab run", "simulate",
+    "simulate scaling", "simulate clusters", "bench", "bench step", "bench compression", "bench strategies",
+    "bench meshes",
 ]  # fmt: skip
 
 

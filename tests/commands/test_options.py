@@ -5,8 +5,11 @@ import typer
 from tutti.cli import app
 
 OPTIONS = {
-    "run": "--lab --spawn --strategy --timeout --workers ARGS SCRIPT",
-    "train": "--check --data --epochs --json --lr --name --option --seed --strategy --workers RECIPE",
+    "run": "--checkpoint-every --grace --lab --spawn --strategy --timeout --workers ARGS SCRIPT",
+    "train": (
+        "--check --checkpoint-every --data --epochs --json --lr --name --option --resume --seed --strategy --workers "
+        "RECIPE"
+    ),
     "profile": "--batch --device --input --json --option MODEL",
     "plan": (
         "--allow --batch --cluster --data --epochs --global-batch --input --json --memory --meshes "
@@ -14,6 +17,7 @@ OPTIONS = {
     ),
     "doctor": "--json --lab --network --workers",
     "status": "--json --stack RUN",
+    "checkpoints": "--overwrite --step --to --verify RUN",
     "reproduce": "--data --name --quick --rate --report-only REPRODUCTION",
     "simulate run": (
         "--calibrate --cluster --data --epochs --jitter --json --lab --lr --name --option --seed "
@@ -28,14 +32,18 @@ OPTIONS = {
     "bench collectives": "--json --lab --plot --rounds --sizes --workers",
     "bench overhead": "--compiled --device --json --rounds RECIPE",
     "bench codecs": "--device --json --rounds --size",
-    "bench faults": "--control-steps --json --kinds --quick --repeats --seed",
+    "bench faults": "--control-steps --json --kinds --lab --load --quick --repeats --seed",
     "bench fidelity": "--json --models --rates --steps --strategies",
     "bench compression": "--codecs --ddp-hooks --json --lab --rounds --strategy --workers MODEL",
     "bench strategies": "--batch --json --lab --post-local-sgd --rounds --slow --strategies --workers MODEL",
     "bench plan": "--json --models --rates --rounds --strategies",
     "bench meshes": "--json --lab --models --quick --rates --rounds --workers",
     "bench auto": "--json --lab --models --rounds --workers",
+    "bench checkpoints": "--folder --json --kills --parts --quick --rounds --seed",
     "bench checks": "--json --model --rounds --workers",
+    "bench control": "--json --lab --model --rounds --workers",
+    "bench encryption": "--json --lab --rounds --sizes",
+    "bench hostile": "--connections --json --model --rate",
     "bench overlap": "--json --lab --models --rounds MODEL",
     "bench backend": "--json --lab --models --rounds --simulate --workers",
     "bench pipeline": "--batch --fixed-time --json --microbatches --plot --rounds --schedules --width --workers",

@@ -26,7 +26,7 @@ from tutti.launch.lab.lab import LabSpec, address, missing
 from tutti.launch.lab.ownership import Claim
 from tutti.launch.supervisor_pipe import SupervisorPipe
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+pytestmark = [pytest.mark.xdist_group("labs"), pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
 TELL = str(Path(__file__).parents[1] / "scripts" / "tell.py")
 
@@ -348,7 +348,7 @@ def test_a_signal_leaves_nothing(number: signal.Signals) -> None:
     try:
         assert {process.stdout.readline() for _ in range(2)} == {"[rank 0] here\n", "[rank 1] here\n"}
         process.send_signal(number)
-        assert process.wait(20) == 130
+        assert process.wait(20) == 128 + number
     finally:
         process.kill()
         process.wait(20)

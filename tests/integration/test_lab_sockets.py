@@ -19,7 +19,7 @@ from tutti.launch.lab.lab import address, missing
 from tutti.transports import Membership, Peer, SocketTransport
 from tutti.transports.base import Transport, TransportWrapper
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+pytestmark = [pytest.mark.xdist_group("labs"), pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
 NAME = f"sockets-{os.getpid()}"
 """Not the name of another run's lab."""

@@ -14,6 +14,8 @@ import warm
 from tutti.errors import ConfigError
 from tutti.launch.mpirun import available, mpirun, mpirun_in_lab
 
+pytestmark = pytest.mark.xdist_group("labs")
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 MEGABITS = 100
@@ -52,7 +54,8 @@ def lab() -> Iterator[tuple[list[str], list[str]]]:
     """Two namespaces and the wire between them, 100 Mbit/s each way: their names and addresses."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "unshare"))) or not available():
         pytest.skip("needs root, ip, tc and unshare, and tutti-train[mpi]")
-    names = [f"tutti-mpi-{os.getpid()}-{number}" for number in range(2)]
+    # As labs are named: tests beside this one see whose they are.
+    names = [f"tutti-mpi-{os.getpid()}-0-host{number}" for number in range(2)]
     addresses = ["10.77.9.1", "10.77.9.2"]
     try:
         try:

@@ -5,11 +5,13 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
+from threading import Timer
 
 import pytest
 
-from tutti.coordination import Coordinator, MemberDescription, Secret, connect_member, forks
+from tutti.coordination import Coordinator, MemberDescription, Secret, connect_member, forks, link
 from tutti.coordination.link import ConnectedMember, Endpoint, _Unreachable
+from tutti.coordination.member import confirm
 from tutti.errors import RankLost
 
 PATIENCE_S = 2.0
@@ -52,6 +54,31 @@ def test_a_member_that_connects_again_before_its_end_was_noticed(job: Job) -> No
     assert job.coordinator.present() == [0]
 
 
+def test_a_connection_that_worked_is_renewed_at_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[tuple[float, bool]] = []
+    monkeypatch.setattr(link, "_LONGEST_RETRY_S", 0.0)  # Each connection counts as one that worked for a while.
+    monkeypatch.setattr(link, "_next_retry_s", lambda before_s, worked: attempts.append((before_s, worked)) or 0.0)
+    member = job.member(0)
+    for number in range(3):
+        for opened in list(forks._registered):
+            with suppress(OSError):
+                if opened.getpeername():  # A listener has none.
+                    opened.shutdown(socket.SHUT_RDWR)
+        deadline = time.monotonic() + WITHIN_S
+        while (len(attempts) <= number or not member.connected) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert attempts == [(0.0, True)] * 3
+    assert job.coordinator.present() == [0]
+
+
+def test_attempts_that_fail_become_rare() -> None:
+    delays = [0.0]
+    for _ in range(7):
+        delays.append(link._next_retry_s(delays[-1], worked=False))
+    assert delays[1:] == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0])
+    assert link._next_retry_s(1.0, worked=True) == 0.0
+
+
 def test_a_coordinator_that_is_stopped_excludes_nobody(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     member = job.member(0)
     # A listener that lets connections in and says nothing, as the kernel of a stopped process does.
@@ -69,16 +96,38 @@ def test_a_coordinator_that_is_stopped_excludes_nobody(job: Job, monkeypatch: py
 @pytest.mark.parametrize("error", [BrokenPipeError(), EOFError(), OSError("no answer")])
 def test_the_end_of_a_connection_alone_excludes_nobody(job: Job, error: Exception) -> None:
     member = job.member(0)
-    member._answered_at -= 100 * PATIENCE_S  # The coordinator has had nothing to say.
+    member.answered_at -= 100 * PATIENCE_S  # The coordinator has had nothing to say.
     member._note_failure(error)
     assert member.known.refused is None
 
 
 def test_a_host_that_cannot_be_reached_any_more(job: Job) -> None:
     member = job.member(0)
-    member._answered_at -= 100 * PATIENCE_S
+    member.answered_at -= 100 * PATIENCE_S
     member._note_failure(_Unreachable("no route"))
     assert "it is cut off from the coordinator" in str(member.known.refused)
+
+
+def test_a_member_confirms_that_it_takes_part(job: Job) -> None:
+    confirm(job.member(0))
+
+
+def test_a_member_that_is_cut_off_learns_it_when_it_confirms(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    member = job.member(0)
+    monkeypatch.setattr(member, "_post", lambda message: None)  # As if packets were lost.
+    cut = Timer(0.3, member.exclude, ["it is cut off"])
+    cut.start()
+    with pytest.raises(RankLost, match="it is cut off"):
+        confirm(member)
+    cut.join(WITHIN_S)
+
+
+def test_a_member_confirms_without_a_coordinator_whose_host_answers(job: Job) -> None:
+    member = job.member(0)
+    job.coordinator.close()
+    started = time.monotonic()
+    confirm(member)  # The kernel refuses connections, so the member is not cut off.
+    assert time.monotonic() - started < PATIENCE_S
 
 
 def test_values_are_not_awaited_from_a_coordinator_that_died_with_its_rank(job: Job) -> None:

@@ -192,7 +192,7 @@ def train_and_collect(world: World, strategy: PeerUpdates, steps: int) -> tuple[
         assert not torch.equal(flat(model), before)
     exchange: Any = job._exchange
     left = torch.zeros_like(total)
-    ((bucket, state),) = zip(exchange.context.model.buckets, exchange.algorithm._packets.states, strict=True)
+    ((bucket, state),) = zip(exchange.context.model.buckets, exchange.algorithm.packets.states, strict=True)
     if state:
         named = dict(zip((slot.name for slot in bucket.slots), bucket.starts, strict=True))
         place = 0
@@ -651,3 +651,23 @@ def test_a_rank_that_finishes_early_ends_with_the_same_model(text: str) -> None:
         return flat(model)
 
     same(run_ok(train, size=3, transport="sockets"))
+
+
+@pytest.mark.parametrize("text", ["peers", "gossip"])
+def test_a_rank_that_is_cut_off_does_not_finish_alone(text: str) -> None:
+    tolerated: list[bool] = []
+
+    def cut_off() -> None:
+        raise RankLost("rank 1: this process cannot go on: it is cut off.")
+
+    def train(world: World) -> None:
+        if world.rank == 1:
+            world = replace(world, confirm=cut_off, tolerate_loss=tolerated.append)
+        model, optimizer, job = start(world, parse(text))
+        go(job, model, optimizer, range(2))
+        job.finish()
+
+    results = run_threads(train, size=2, transport="sockets")
+    assert results[0] is None
+    assert "it is cut off" in str(results[1])
+    assert tolerated == [True]  # The launcher still takes it for one that the others go on without.

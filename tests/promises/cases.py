@@ -36,6 +36,18 @@ def _changed_gradients(script: Script, change) -> nn.Module:
     return model
 
 
+def gradients_changed_late_through_data(script: Script) -> nn.Module:
+    num_steps = 0
+
+    def change(model: nn.Module, _: object) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        for p in model.parameters() if num_steps > 4 else ():
+            p.grad.data.mul_(0.5)
+
+    return _changed_gradients(script, change)
+
+
 def clip_grad_norm(script: Script) -> nn.Module:
     return _changed_gradients(script, lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 0.05))
 
@@ -251,7 +263,7 @@ def ema_updated_in_consensus(script: Script) -> nn.Module:
     return ema.module
 
 
-def _with_swapped_ema(script: Script, through_data: bool, first: int) -> nn.Module:
+def _with_swapped_ema(script: Script, through_data: bool, first: int, puts_back: bool = True) -> nn.Module:
     """Evaluate the average of the weights in the model itself, and put the weights back before the next step."""
     model = net()
     optimizer = sgd(model)
@@ -278,7 +290,8 @@ def _with_swapped_ema(script: Script, through_data: bool, first: int) -> nn.Modu
                 expected = torch.func.functional_call(net(), weights, (x,))
                 assert torch.equal(output, expected), "the evaluation sees other weights"
             model.train()
-            write(before)
+            if puts_back:
+                write(before)
     return model
 
 
@@ -292,6 +305,14 @@ def ema_swapped_in_through_data(script: Script) -> nn.Module:
 
 def ema_swapped_in_late(script: Script) -> nn.Module:
     return _with_swapped_ema(script, through_data=False, first=4)
+
+
+def ema_swapped_in_late_through_data(script: Script) -> nn.Module:
+    return _with_swapped_ema(script, through_data=True, first=4)
+
+
+def ema_left_in_through_data(script: Script) -> nn.Module:
+    return _with_swapped_ema(script, through_data=True, first=4, puts_back=False)
 
 
 # Learning rates.
@@ -806,6 +827,31 @@ def weights_clamped_at_the_end(script: Script) -> nn.Module:
         for p in model.parameters():
             p.clamp_(-0.2, 0.2)
     return model
+
+
+def _with_scaled_weights(script: Script, at_step: int, on_one_rank: bool = False) -> nn.Module:
+    """Halve all weights once through `.data`, between two steps or at the end."""
+    model = net()
+    optimizer = sgd(model)
+    script.distribute(model, optimizer)
+    for number, (x, y) in enumerate(script.batches()):
+        step(model, optimizer, x, y)
+        if number == at_step and not (on_one_rank and script.rank):
+            for p in model.parameters():
+                p.data.mul_(0.5)
+    return model
+
+
+def weights_scaled_late_through_data(script: Script) -> nn.Module:
+    return _with_scaled_weights(script, at_step=4)
+
+
+def weights_scaled_at_the_end_through_data(script: Script) -> nn.Module:
+    return _with_scaled_weights(script, at_step=STEPS - 1)
+
+
+def weights_scaled_late_on_one_rank(script: Script) -> nn.Module:
+    return _with_scaled_weights(script, at_step=4, on_one_rank=True)
 
 
 def state_loaded_after_distribute(script: Script) -> nn.Module:

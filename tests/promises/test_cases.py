@@ -50,7 +50,10 @@ CASES_OF: dict[str, tuple[str, ...]] = {
     "activation checkpointing": ("activation_checkpointing",),
     "two models": ("two_models",),
     "several optimisers": ("two_optimizers",),
-    "changed parameters": ("weights_clamped", "weights_clamped_at_the_end", "state_loaded_after_distribute"),
+    "changed parameters": (
+        "weights_clamped", "weights_clamped_at_the_end", "state_loaded_after_distribute",
+        "weights_scaled_late_through_data", "weights_scaled_at_the_end_through_data",
+    ),
     "evaluation on one rank": ("evaluation_on_one_rank", "evaluation_in_consensus_on_one_rank"),
     "metrics": ("plateau_scheduler_on_the_mean_loss",),
     "resume": ("resumed_in_the_middle",),
@@ -95,6 +98,9 @@ MISTAKES: dict[str, tuple[frozenset[str], str]] = {
     "plateau_scheduler_on_the_local_loss": (SYNCHRONOUS | MESH, "job.reduce"),
     "post_accumulate_hook_after_distribute": (GRADIENTS, "Register it before distribute"),
     "same_batches_on_every_rank": (REPLICAS, "Divide the data with tutti.shard(loader)"),
+    "ema_left_in_through_data": (SERVERS | PEERS | {"local steps"}, "Load states before distribute"),
+    "gradients_changed_late_through_data": (PUSHING, "overlap"),
+    "weights_scaled_late_on_one_rank": (SERVERS | SYNCHRONOUS | PEERS | MESH, "before distribute"),
     "state_loaded_on_one_rank": (SERVERS | SYNCHRONOUS | PEERS | MESH, "before distribute"),
     "step_after_no_sync_only": (GRADIENTS, "End the context before the last backward pass"),
     "sum_loss": (GRADIENTS, 'job.expect(loss="sum")'),
@@ -132,8 +138,6 @@ def _columns(name: str) -> list[str]:
     """Every technique in every column; other cases where they may end differently."""
     if any(name in names for names in CASES_OF.values()):
         left_out = {"asynchronous servers"} if name in OWN_RATES else set()
-        # A mistake, which on this mesh is found by the deadline of a wait only: the error names the ranks.
-        left_out |= {"mesh, replicated"} if name == "evaluation_on_one_rank" else set()
         return [column for column in COLUMNS if column not in left_out]
     refused = MISTAKES.get(name, (frozenset(), ""))[0]
     # A codec changes what is sent, not what is checked; on a mesh that splits the model alone nothing is exchanged.

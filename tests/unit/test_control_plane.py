@@ -10,6 +10,7 @@ import pytest
 from tutti.coordination import Coordinator, Secret
 from tutti.coordination.forks import close_in_children
 from tutti.launch import control_plane, host
+from tutti.launch.diagnosis_line import DiagnosisThread
 from tutti.launch.environment import RankEnvironment
 from tutti.launch.run_registry import RunningRun
 
@@ -58,15 +59,17 @@ def in_child(function: object) -> int:
 def test_a_forked_child_does_not_wait_for_the_ranks_of_its_parent() -> None:
     secret = Secret.generate()
     coordinator = Coordinator(socket.create_server(("127.0.0.1", 0)), secret, host_id="here")
+    diagnosis = DiagnosisThread(coordinator)
 
     def ends_at_once() -> bool:
         started = time.monotonic()
-        control_plane._serve_to_the_end(coordinator, os.getppid())
+        control_plane._serve_to_the_end(coordinator, diagnosis, os.getppid())
         return time.monotonic() - started < 1.0
 
     try:
         assert in_child(ends_at_once) == 0
     finally:
+        diagnosis.close()
         coordinator.close()
 
 

@@ -1,6 +1,7 @@
 """The coordinator's decisions, told what happened and when: no sockets, no clock."""
 
 import errno
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -34,6 +35,8 @@ class Job:
         self.state.connect({"op": "hello", **message}, self.now)
 
     def send(self, sender: int, op: str, **fields: Any) -> list[tuple[str, Message]]:
+        if op == "notice":
+            fields = {"members": [], "reason": "it is over", **fields}
         self.state.receive(f"m{sender}", decode(encode({"op": op, **fields})[4:]), self.now)
         return self.told()
 
@@ -148,6 +151,43 @@ def test_a_channel_that_is_closed_after_its_world_leaves_nothing_behind() -> Non
     assert not job.state._notices
 
 
+@pytest.mark.parametrize("first", ["the loss", "the ends"])
+def test_a_channel_with_a_lost_member_is_forgotten_when_the_others_have_closed_it(first: str) -> None:
+    job = Job("a", "a", "a", "a")
+    for rank in range(4):
+        job.send(rank, "join", scope="w", rank=rank, size=4)
+    members = ["m0", "m1", "m3"]
+
+    def close() -> None:
+        for rank in (0, 1):
+            job.send(rank, "set", key=f"w/some/at/{rank}", value="here")
+            job.send(rank, "notice", scope="w/all", kind="closed", size=4)
+            job.send(rank, "notice", scope="w/some", kind="closed", size=3, members=members)
+
+    def lose() -> None:
+        job.processes[3] = "ended"
+        job.state.disconnect("m3", job.now)
+        job.told()
+
+    for happens in (lose, close) if first == "the loss" else (close, lose):
+        happens()
+    assert {scope for scope, *_ in job.state._notices} == {"w/all"}, "rank 2 is still in it"
+    assert not job.state._values
+    told = job.send(2, "notice", scope="w/all", kind="closed", size=4)
+    assert {message["op"] for _, message in told} == {"noticed", "forget"}
+    assert not job.state._notices
+
+
+def test_a_channel_is_not_forgotten_for_the_loss_of_one_that_was_not_in_it() -> None:
+    job = Job("a", "a", "a")
+    for rank in range(3):
+        job.send(rank, "join", scope="w", rank=rank, size=3)
+    job.send(0, "notice", scope="w/pair", kind="closed", size=2, members=["m0", "m1"])
+    job.processes[2] = "ended"
+    job.state.disconnect("m2", job.now)
+    assert [member for _, member, _, _ in job.state._notices] == ["m0"], "rank 1 has to know that rank 0 closed it"
+
+
 def test_announcements_come_before_the_loss() -> None:
     """So whoever hears of a loss knows whether that rank only followed another."""
     job = Job("a", "a", "b")
@@ -240,6 +280,27 @@ def test_on_another_host_without_anybody_a_closed_connection_is_a_loss() -> None
     job.now += 0.15
     job.state.tick(job.now)
     assert "the connection of its process 1 on b was closed" in job.lost["m1"]
+
+
+def test_a_connection_that_the_kernel_gave_up_shows_that_the_network_is_down() -> None:
+    job = Job("a", "b")
+    job.wait(0.9 * PATIENCE_S, silent=(1,))
+    job.state.disconnect("m1", job.now)
+    job.wait(0.5, silent=(1,))
+    assert job.lost["m1"] == "its process 1 on b was silent for 10 s: its host or the network is down"
+
+
+def test_a_member_behind_a_slow_link_gets_the_time_to_connect_again() -> None:
+    job = Job("a", "b")
+    job.state.members["m1"].round_trip_s = 0.1
+    job.state.disconnect("m1", job.now)
+    job.wait(2, silent=(1,), step_s=0.02)
+    job.hello(job.members[1])
+    job.wait(1)
+    assert not job.lost
+    job.state.disconnect("m1", job.now)
+    job.wait(2.5, silent=(1,), step_s=0.02)
+    assert set(job.lost) == {"m1"}
 
 
 @pytest.mark.parametrize(
@@ -341,11 +402,12 @@ def test_who_has_met_nobody_is_not_remembered() -> None:
         stranger = MemberDescription(f"s{number}", 1, "a", "a", 77, 1)
         job.hello(stranger)
         job.processes[77] = "ended"
-        job.state.receive(stranger.id, {"op": "notice", "scope": "x", "kind": "fled", "reason": "", "size": 9}, job.now)
+        fled = {"op": "notice", "scope": "x", "kind": "fled", "reason": "", "size": 9, "members": []}
+        job.state.receive(stranger.id, fled, job.now)
         job.state.disconnect(stranger.id, job.now)
     assert job.state.members.keys() == {"m0"}
     assert not job.lost
-    assert not any(job.state._notices.values())
+    assert not job.state._notices
 
 
 def test_what_others_claim_is_bounded() -> None:
@@ -362,9 +424,50 @@ def test_what_others_claim_is_bounded() -> None:
     job.told()
 
 
+MANY = 30_000
+
+
 @pytest.mark.parametrize(
     "message",
     [
+        lambda n: {"op": "notice", "scope": f"w/{n}", "kind": "closed", "reason": "", "size": 2, "members": []},
+        lambda n: {"op": "propose", "key": f"w/{n}", "value": "v"},
+        lambda n: {"op": "set", "key": f"w/{n}", "value": "v"},
+        lambda n: {"op": "get", "request": n, "keys": [f"w/{n}"]},
+        lambda n: {"op": "join", "scope": f"w/{n}", "rank": 0, "size": 2},
+    ],
+)
+def test_what_one_member_can_leave_behind_is_bounded(message: Callable[[int], Message]) -> None:
+    job = Job("a", "a")
+
+    def flood() -> None:
+        for number in range(MANY):
+            job.state.receive("m0", message(number), job.now)
+
+    with pytest.raises(ProtocolError, match=r"more than|already"):
+        flood()
+    job.told()
+    # The other member is served as before.
+    job.send(1, "set", key="k", value="v")
+    assert [answer["values"] for _, answer in job.send(1, "get", request=1, keys=["k"])] == [["v"]]
+
+
+def test_requests_that_were_answered_do_not_count() -> None:
+    job = Job("a", "a")
+    for number in range(3000):
+        job.send(0, "get", request=number, keys=[f"w/{number}"])
+        if number % 2:
+            job.send(0, "cancel", request=number)
+        else:
+            job.send(1, "set", key=f"w/{number}", value="v")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"op": "notice", "scope": "w", "kind": "rose", "reason": "", "size": 2, "members": []},
+        {"op": "notice", "scope": "w", "kind": "left", "reason": "", "size": 2, "members": [7, 8]},
+        {"op": "notice", "scope": "w", "kind": "left", "reason": "", "size": 2, "members": ["m0"]},
         {"op": "join", "scope": "w", "rank": 0, "size": 1 << 40},
         {"op": "join", "scope": "w", "rank": 0, "size": 0},
         {"op": "beat", "status": {"waits": "none"}},

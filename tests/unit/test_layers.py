@@ -14,8 +14,8 @@ PACKAGE = Path(tutti.__file__).parent
 LAYERS = [
     "errors", "plugins", "versions", "simulation.sizes", "cluster", "measurement", "events", "coordination",
     "transports", "codecs",
-    "collectives", "replica", "simulation", "backend", "cost", "strategies", "parallel", "plan", "world", "data", "job",
-    "launch", "recipes", "simulation.runs", "report", "bench", "cli", "__main__",
+    "collectives", "replica", "simulation", "backend", "cost", "strategies", "parallel", "plan", "world", "data",
+    "checkpoint", "job", "launch", "recipes", "simulation.runs", "report", "bench", "cli", "__main__",
 ]  # fmt: skip
 """Lower first: a module imports only from its own layer and those before it. The longest name that fits counts."""
 

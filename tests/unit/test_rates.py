@@ -1,5 +1,6 @@
 """Learning rates by the rule of the strategy and of the batch, and what the command line says about them."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -197,9 +198,12 @@ def test_a_rate_that_is_none(text: str, call: Call) -> None:
     assert f"--lr takes a number above 0 such as 0.05, or auto; got '{text}'" in ended.err
 
 
-def test_bench_rates_quickly(call: Call) -> None:
+def test_bench_rates_quickly(call: Call, tmp_path: Path) -> None:
     ended = call("bench", "rates", "--quick", "--json", "rates.json")
     assert ended.status == 0, ended
-    assert "✗" not in ended.out.split("✗ below")[0], ended.out
+    assert "✗" not in ended.out.partition("the slowest seed")[0], ended.out
     assert f"digits ({digits().target:.0%})" in ended.out
+    runs = json.loads((tmp_path / "rates.json").read_text())["runs"]
+    assert all(run["reached"] and run["epochs"] < digits().epochs for run in runs), "it ends when it is decided"
+    assert [run["momentum"] for run in runs] == pytest.approx([0.5, 0.9, 0.9])
     assert call("bench", "rates", "--quick", "--seeds", "2").status == 2

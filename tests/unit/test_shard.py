@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 import tutti
 from support import TRANSPORTS, run_ok
-from tutti.data.shard import divide_batches
+from tutti.data.division import Remainder, divide_batches, form_steps, num_steps
 from tutti.errors import ConfigError
 from tutti.transports import SingleRankTransport
 from tutti.world import World
@@ -106,6 +106,21 @@ def test_deal_refuses_fewer_samples_than_ranks(num_samples: int, more: int) -> N
     wanted = f"{num_samples} samples cannot be divided between {num_samples + more} ranks.*fewer workers, or more data"
     with pytest.raises(ConfigError, match=wanted):
         divide_batches([[index] for index in range(num_samples)], num_samples + more)
+
+
+@given(st.integers(1, 80), st.integers(1, 6), st.booleans(), st.integers(1, 6))
+def test_the_number_of_steps_is_known_without_the_batches(
+    num_samples: int, batch_size: int, drop_last: bool, num_ranks: int
+) -> None:
+    num_kept = num_samples - (num_samples % batch_size if drop_last else 0)
+    batches = [list(range(start, min(start + batch_size, num_samples))) for start in range(0, num_kept, batch_size)]
+    remainder = Remainder.DROP if drop_last else Remainder.SPLIT
+    if not drop_last and num_samples < num_ranks:
+        with pytest.raises(ConfigError, match="cannot be divided"):
+            num_steps(num_samples, batch_size, drop_last, num_ranks)
+    else:
+        wanted = len(form_steps(batches, num_ranks, remainder))
+        assert num_steps(num_samples, batch_size, drop_last, num_ranks) == wanted
 
 
 def test_deal_examples() -> None:

@@ -5,9 +5,11 @@ Each rank reports its process, when a fault begins in it (`injected`), and when 
 """
 
 import ctypes
+import mmap
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +20,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from tutti.data.shard import shard
+from tutti.errors import RankLost
 from tutti.job.distribution import distribute
 from tutti.launch import init
+from tutti.launch.lab import namespaces
 from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.world import World
 
@@ -27,6 +31,7 @@ PAUSE_S = 3.0
 """How long a fault lasts that ends by itself."""
 
 _BATCH, _FEATURES = 8, 16
+_PAGED_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,8 @@ class FaultCase:
     """The step before which it happens."""
     steps: int = 60
     workers: int = 3
+    lab: str | None = None
+    """The emulated hosts that it runs on, as `--lab` describes them; None: this machine."""
 
 
 class _Samples(Dataset[Tensor]):
@@ -70,6 +77,17 @@ class _Pausing(nn.Module):
         return inputs
 
 
+class _PausingSgd(torch.optim.SGD):
+    """SGD, one step of which may take long."""
+
+    pause_s = 0.0
+
+    def step(self, closure: Any = None) -> Any:
+        pause_s, self.pause_s = self.pause_s, 0.0
+        time.sleep(pause_s)
+        return super().step(closure)
+
+
 @dataclass
 class _Job:
     """What a fault can reach."""
@@ -78,6 +96,13 @@ class _Job:
     samples: _Samples
     pausing: _Pausing
     model: nn.Module
+    optimizer: _PausingSgd
+
+    def step(self, batch: Tensor) -> None:
+        """Train one step."""
+        self.model(batch).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def train(case: FaultCase) -> int:
@@ -86,37 +111,40 @@ def train(case: FaultCase) -> int:
     world = init()
     supervisor = SupervisorPipe()
     supervisor.progress(pid=os.getpid())
-    _report_losses(world, supervisor)
+    noticed = _report_losses(world, supervisor)
     torch.manual_seed(0)
     pausing = _Pausing()
     model = nn.Sequential(nn.Linear(_FEATURES, 64), nn.Tanh(), pausing, nn.Linear(64, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = _PausingSgd(model.parameters(), lr=0.01)
     job = distribute(model, optimizer, case.strategy)
     samples = _Samples(case.steps * _BATCH * case.workers)
-    faulty = _Job(world, samples, pausing, model)
+    faulty = _Job(world, samples, pausing, model, optimizer)
     step = 0
-    for step, batch in enumerate(shard(DataLoader(samples, batch_size=_BATCH)), 1):
-        model(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == case.step and world.rank == case.victim:
-            supervisor.progress(injected=time.monotonic())
-            FAULTS[case.kind](faulty)
-    job.finish()
+    try:
+        for step, batch in enumerate(shard(DataLoader(samples, batch_size=_BATCH)), 1):
+            faulty.step(batch)
+            if step == case.step and world.rank == case.victim:
+                supervisor.progress(injected=time.monotonic())
+                FAULTS[case.kind](faulty)
+        job.finish()
+    except RankLost:
+        noticed()  # Perhaps from the lost rank's own connection, before the coordinator has told.
+        raise
     return step
 
 
-def _report_losses(world: World, supervisor: SupervisorPipe) -> None:
-    """Report when this rank first hears that another one is lost."""
+def _report_losses(world: World, supervisor: SupervisorPipe) -> Callable[[], None]:
+    """Report when this rank first hears that another one is lost. Returns what reports it, unless that was done."""
     member = world.transport.membership.member  # type: ignore[attr-defined]
     told: list[bool] = []
 
-    def changed() -> None:
-        if member.known.lost and not told:
+    def noticed() -> None:
+        if not told:
             told.append(True)
             supervisor.progress(noticed=time.monotonic())
 
-    member.on_change(changed)
+    member.on_change(lambda: noticed() if member.known.lost else None)
+    return noticed
 
 
 def _kill(job: _Job) -> None:
@@ -143,6 +171,23 @@ def _slow_forward(job: _Job) -> None:
     job.pausing.pause_s = PAUSE_S
 
 
+def _slow_optimizer(job: _Job) -> None:
+    job.optimizer.pause_s = PAUSE_S
+
+
+def _step_alone(job: _Job) -> None:
+    """Take a step that no other rank takes, as a script does whose ranks have different numbers of batches."""
+    job.step(torch.randn(_BATCH, _FEATURES))
+
+
+def _optimize_alone(job: _Job) -> None:
+    """Step the optimiser once more, without a backward pass, as a script does that steps on one rank only."""
+    for parameter in job.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+
+
 def _evaluate(job: _Job) -> None:
     """Evaluate, as a script does that checks its model on rank 0 alone."""
     job.model.eval()
@@ -156,6 +201,32 @@ def _evaluate(job: _Job) -> None:
 def _reduce_alone(job: _Job) -> None:
     """Start an operation that no other rank starts."""
     job.world.transport.all_reduce(torch.ones(1)).wait()  # type: ignore[attr-defined]
+
+
+def _page_in(job: _Job) -> None:
+    """Read memory back from the disk, page by page, as a process does that the system swaps.
+
+    The memory is that of a file. It is taken away again after each round, so every access goes to the disk.
+    """
+    page = mmap.PAGESIZE
+    until = time.monotonic() + PAUSE_S
+    # Not in /tmp, which may be in memory itself.
+    with tempfile.TemporaryFile(dir="/var/tmp") as file:
+        file.write(os.urandom(_PAGED_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+        with mmap.mmap(file.fileno(), _PAGED_BYTES, prot=mmap.PROT_READ) as memory:
+            memory.madvise(mmap.MADV_RANDOM)  # No page is read before it is asked for.
+            while time.monotonic() < until:
+                for start in range(0, _PAGED_BYTES, page):
+                    memory[start]
+                memory.madvise(mmap.MADV_DONTNEED)
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _cut_link(job: _Job) -> None:
+    """Take down the link of this rank's host. The launcher puts it up again after the run."""
+    namespaces.batch("ip", ["link set eth0 down"])
 
 
 def _hold_interpreter_lock(job: _Job) -> None:
@@ -181,7 +252,12 @@ FAULTS: dict[str, Callable[[_Job], Any]] = {
     "exit": _exit,
     "slow loader": _slow_loader,
     "slow forward": _slow_forward,
+    "slow optimizer": _slow_optimizer,
     "evaluation": _evaluate,
+    "memory": _page_in,
+    "step alone": _step_alone,
+    "optimizer alone": _optimize_alone,
+    "link cut": _cut_link,
     "deadlock": _reduce_alone,
     "interpreter lock": _hold_interpreter_lock,
     "coordinator stopped": _stop_coordinator,

@@ -1,4 +1,7 @@
-"""`tutti bench rates`: which recipes reach their target with which strategies at `lr="auto"`, in virtual time."""
+"""`tutti bench rates`: which recipes reach their target with which strategies at `lr="auto"`, in virtual time.
+
+A run ends with the first epoch that reaches the target: later epochs would take as long and decide nothing.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -7,6 +10,8 @@ from typing import Any
 
 from tutti.cluster import PRESETS
 from tutti.errors import NonFiniteLoss, WorkerFailed
+from tutti.recipes import Recipe, recipe
+from tutti.recipes.learning_rate import combined_rule, set_rate
 from tutti.recipes.training import TrainingConfig, TrainingResult, train
 from tutti.simulation.runs.simulate import simulate
 from tutti.strategies import STRATEGIES, parse
@@ -40,6 +45,8 @@ class TargetRun:
     accuracy: float
     """Test accuracy at the end; NaN if the loss became infinite."""
     target: float
+    epochs: float
+    """Passes over the training data at the end: fewer than the recipe's if the target was reached before."""
 
     @property
     def reached(self) -> bool:
@@ -56,25 +63,74 @@ def target_runs(
     recipes: Sequence[str], strategies: Sequence[str], worker_counts: Sequence[int], seeds: int, data: str | None
 ) -> Iterator[TargetRun]:
     """Train every combination with `lr="auto"`, and yield each result."""
-    for recipe in recipes:
+    for name in recipes:
         for strategy in strategies:
             for workers in worker_counts:
                 for seed in range(seeds):
-                    config = TrainingConfig(recipe=recipe, strategy=strategy, seed=seed, data=data, lr="auto")
+                    config = TrainingConfig(recipe=name, strategy=strategy, seed=seed, data=data, lr="auto")
                     yield _target_run(config, workers)
 
 
 def _target_run(config: TrainingConfig, workers: int) -> TargetRun:
-    """Train once in virtual time. A run whose loss did not stay finite counts, with NaN as its results."""
+    """Train once in virtual time. A run whose loss did not stay finite counts, with NaN as its accuracy."""
+    trained = recipe(config.recipe)
+    first = _FirstReached(trained.target)
     ranks = workers + parse(config.strategy).num_dedicated_servers
+    accuracy, epochs = nan, float(trained.epochs)
     try:
-        results = simulate(train, config, workers=ranks, cluster=PRESETS[CLUSTER]).results
+        simulation = simulate(
+            train, config, workers=ranks, cluster=PRESETS[CLUSTER], watch=first.watch, on_progress=first.stop
+        )
+    except _TargetReached as reached:
+        accuracy, epochs = reached.accuracy, reached.epochs
     except WorkerFailed as error:
         if not isinstance(error.__cause__, NonFiniteLoss):
             raise
-        return TargetRun(config.recipe, config.strategy, workers, config.seed, nan, None, nan, nan)
-    # Servers have no result, and under strategies that are not synchronous only the leader knows the accuracy.
-    known: list[TrainingResult] = [result for result in results if result is not None and not isnan(result.accuracy)]
-    last = known[0]
-    rate = last.lr, last.momentum
-    return TargetRun(config.recipe, config.strategy, workers, config.seed, *rate, last.accuracy, last.target)
+    else:
+        # Servers have no result, and under strategies that are not synchronous only the leader knows the accuracy.
+        results: list[TrainingResult] = [result for result in simulation.results if result is not None]
+        accuracy = next(result.accuracy for result in results if not isnan(result.accuracy))
+    rate = _rate(trained, config, workers)
+    return TargetRun(config.recipe, config.strategy, workers, config.seed, *rate, accuracy, trained.target, epochs)
+
+
+class _TargetReached(Exception):  # No error: it ends a simulation that is decided.
+    """An epoch has ended with the target accuracy."""
+
+    def __init__(self, accuracy: float, epochs: float) -> None:
+        super().__init__(accuracy, epochs)
+        self.accuracy, self.epochs = accuracy, epochs
+
+
+class _FirstReached:
+    """Ends a simulation after the first epoch whose accuracy is the target or more.
+
+    Reports come from the threads of ranks, where an exception would be that rank's failure, and other ranks may go on
+    without it. So it is raised in the thread that simulates, soon after.
+    """
+
+    def __init__(self, target: float) -> None:
+        self._target = target
+        self._reached: _TargetReached | None = None
+
+    def watch(self, rank: int, values: dict[str, Any]) -> None:
+        """Note a report of a rank."""
+        accuracy = values.get("accuracy", nan)
+        if self._reached is None and accuracy >= self._target:
+            self._reached = _TargetReached(accuracy, values["epoch"])
+
+    def stop(self, seconds: float, num_messages: int) -> None:
+        """End the simulation if the target has been reached."""
+        if self._reached is not None:
+            raise self._reached
+
+
+def _rate(trained: Recipe, config: TrainingConfig, workers: int) -> tuple[float, float | None]:
+    """Return the learning rate and the momentum of such a run, as `train` sets them."""
+    optimizer = trained.optimizer(trained.model())
+    size = trained.batch_size
+    rule = combined_rule(
+        parse(config.strategy), optimizer, num_workers=workers, batch_size=size, reference=size, steps=0
+    )
+    set_rate(optimizer, config.lr, rule)
+    return optimizer.param_groups[0]["lr"], optimizer.param_groups[0].get("momentum")

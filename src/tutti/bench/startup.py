@@ -24,7 +24,7 @@ world = tutti.init()
 model = torch.nn.Linear(10, 10)
 optimizer = torch.optim.Adam(model.parameters())
 with tutti.distribute(model, optimizer):
-    model(torch.ones(4, 10)).sum().backward()
+    model(torch.randn(4, 10) + world.rank).square().mean().backward()
     optimizer.step()
 world.close()
 """

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 import tutti
-from tutti.cli import bench, doctor, lab, plan, profile, reproduce, run, simulate, status, train
+from tutti.cli import bench, checkpoints, doctor, lab, plan, profile, reproduce, run, simulate, status, train
 from tutti.errors import TargetMissed, TuttiError, WorkerFailed
 from tutti.versions import check_torch
 
@@ -60,6 +60,7 @@ app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)
 app.command("doctor")(doctor.doctor)
 app.command("status")(status.status)
+app.command("checkpoints")(checkpoints.checkpoints)
 app.command("reproduce")(reproduce.reproduce)
 app.add_typer(simulate.app, name="simulate")
 app.add_typer(bench.app, name="bench")
@@ -73,7 +74,7 @@ def main() -> None:
     """
     # Both unwind the stack, so that supervisors and labs clean up. Python's own default for SIGTERM would end the
     # process at once, and leave workers to the kernel.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _stop)
     errors = Console(stderr=True, soft_wrap=True)
     try:
@@ -96,8 +97,8 @@ def main() -> None:
         sys.exit(2)
     except _Stopped as stopped:
         print("; ".join(["stopped", *_notes(stopped)]), file=sys.stderr)
-        # As a shell reports a command that was interrupted: 128 and the number of SIGINT.
-        sys.exit(130)
+        # As a shell reports a command that was ended by a signal.
+        sys.exit(128 + stopped.signal_number)
 
 
 def _escape(text: str) -> str:
@@ -116,9 +117,13 @@ def _notes(error: BaseException) -> list[str]:
 
 
 class _Stopped(BaseException):
-    """Ctrl-C or SIGTERM. It unwinds every context, so that workers are stopped and reaped."""
+    """Ctrl-C, SIGTERM or SIGUSR1. It unwinds every context, so that workers are stopped and reaped."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__()
+        self.signal_number = signal_number
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Handler of SIGINT and SIGTERM."""
-    raise _Stopped
+    """Handler of SIGINT, of SIGTERM, and of SIGUSR1, by which Slurm can announce a preemption."""
+    raise _Stopped(number)

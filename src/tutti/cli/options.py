@@ -57,6 +57,32 @@ LearningRateText = Annotated[
         help="Learning rate. `auto` changes the recipe's by the strategy's rule. Default: the recipe's.",
     ),
 ]
+CheckpointEvery = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoint-every",
+        metavar="STEPS|DURATION",
+        help="How often workers save all state of the run: a number of steps, or 30s, 5m, 1h.",
+    ),
+]
+Grace = Annotated[
+    str | None,
+    typer.Option(
+        "--grace",
+        metavar="DURATION",
+        help="Time that workers get to write a last checkpoint when the run is stopped by Ctrl-C, SIGTERM or SIGUSR1. "
+        "Default: 30s.",
+    ),
+]
+Resume = Annotated[
+    Path | None,
+    typer.Option(
+        "--resume",
+        metavar="RUN",
+        help="Continue the run in this folder, such as runs/mnist, from its newest complete checkpoint. Recipe and "
+        "options are those of the run, but for --workers, --strategy, --epochs and --data.",
+    ),
+]
 RunName = Annotated[str | None, typer.Option("--name", help="Name of the run's folder under runs/.")]
 RecipeText = Annotated[
     str,
@@ -102,6 +128,14 @@ def parse_recipe_options(texts: list[str] | None) -> dict[str, Any]:
         ) from None
 
 
+def checked_every(text: str) -> str:
+    """Return the `--checkpoint-every` text, which must be a number of steps or a duration."""
+    from tutti.checkpoint.interval import parse_every
+
+    parse_every(text, "--checkpoint-every")
+    return text.strip()
+
+
 def parse_lr(text: str | None) -> 'float | Literal["auto"] | None':
     """Parse the `--lr` text: a rate above 0, or "auto"."""
     if text is None or text == "auto":
@@ -119,9 +153,8 @@ def given_again(context: typer.Context, *more: str) -> str:
     """Return the command line of `context`, without its output files and `--lr`, followed by `more`."""
     words = context.command_path.split()
     for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
         # `--lr` is left out because the advice in which this appears gives another one.
-        if source is None or source.name != "COMMANDLINE" or parameter.name in ("name", "json_file", "lr"):
+        if not is_given(context, parameter.name or "") or parameter.name in ("name", "json_file", "lr"):
             continue
         value = context.params[parameter.name or ""]
         for each in value if isinstance(value, list | tuple) else [value]:
@@ -131,6 +164,13 @@ def given_again(context: typer.Context, *more: str) -> str:
     return shlex.join([*words, *more])
 
 
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether a parameter is on the command line. Defaults and environment variables do not count."""
+    source = context.get_parameter_source(name)
+    # Compared by name: typer may use click's enumeration or a copy of its own.
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def refuse_given(context: typer.Context, names: Collection[str], reason: str) -> None:
     """Refuse options that would change nothing, if they are on the command line.
 
@@ -138,9 +178,7 @@ def refuse_given(context: typer.Context, names: Collection[str], reason: str) ->
         names: of the command's parameters. Defaults and environment variables do not count as given.
         reason: the end of the message, after the names of the options.
     """
-    sources = {name: context.get_parameter_source(name) for name in names}
-    # Compared by name: typer may use click's enumeration or a copy of its own.
-    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    given = [name for name in names if is_given(context, name)]
     if given:
         options = {parameter.name: parameter.opts[0] for parameter in context.command.params}
         raise ConfigError(f"{', '.join(options[name] for name in given)} {reason}")

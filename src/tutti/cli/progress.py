@@ -43,14 +43,14 @@ class TrainingProgress:
 
 @contextmanager
 def training_progress(record: Path, console: Console, format_numbers: FormatNumbers) -> Iterator[TrainingProgress]:
-    """Show a progress bar and write reports to the file `record`, for as long as the context lasts."""
+    """Show a progress bar and append reports to the file `record`, for as long as the context lasts."""
     columns = (
         BarColumn(bar_width=10),
         TextColumn("{task.completed:.0f}/{task.total:.0f}"),
         TextColumn("{task.fields[numbers]}"),
         TimeRemainingColumn(compact=True),
     )
-    with record.open("w") as lines, Progress(*columns, console=console) as progress:
+    with record.open("a") as lines, Progress(*columns, console=console) as progress:
         yield TrainingProgress(progress, lines, format_numbers)
 
 

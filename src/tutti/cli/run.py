@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tutti.cli.lab_option import open_lab
-from tutti.cli.options import LabText
+from tutti.cli.options import CheckpointEvery, Grace, LabText, checked_every
 from tutti.cluster import parse_duration
 from tutti.errors import ConfigError, WorkerFailed
 
@@ -29,6 +29,8 @@ def run(
         str | None,
         typer.Option(metavar="DURATION", help="Time to wait for ranks to start: seconds, or 40s, 5m, 1h."),
     ] = None,
+    checkpoint_every: CheckpointEvery = None,
+    grace: Grace = None,
     lab: LabText = None,
     spawn: Annotated[
         bool,
@@ -47,12 +49,11 @@ def run(
         raise ConfigError(f"there is no script '{script}' in {Path.cwd()}.")
     from tutti.launch.local import run_script
 
-    environment = {}
-    if strategy is not None:
-        # Checked here, where a mistake is one message and not one for each worker.
-        environment["TUTTI_STRATEGY"] = _checked_strategy(strategy, workers)
-    if timeout is not None:
-        environment["TUTTI_TIMEOUT"] = str(parse_duration(timeout, "--timeout").total_seconds())
+    # Checked here, where a mistake is one message and not one for each worker.
+    environment = {} if strategy is None else {"TUTTI_STRATEGY": _checked_strategy(strategy, workers)}
+    environment |= _durations(TUTTI_TIMEOUT=timeout, TUTTI_GRACE=grace)
+    if checkpoint_every is not None:
+        environment["TUTTI_CHECKPOINT_EVERY"] = checked_every(checkpoint_every)
     if spawn:
         environment["TUTTI_START"] = "spawn"
     if workers is None and lab is None:
@@ -68,6 +69,15 @@ def run(
             if error.status == _USAGE_ERROR and (late := own.intersection(args or [])):
                 error.add_note(f"{', '.join(sorted(late))} was passed to the script: give it before {script}.")
             raise
+
+
+def _durations(**texts: str | None) -> dict[str, str]:
+    """The environment variables of durations that were given, in seconds."""
+    return {
+        name: str(parse_duration(text, f"--{name.removeprefix('TUTTI_').lower()}").total_seconds())
+        for name, text in texts.items()
+        if text is not None
+    }
 
 
 def _checked_strategy(text: str, workers: int | None) -> str:

@@ -27,5 +27,10 @@ def note_folder_on_error(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        error.add_note(f"the partial record of the run is in {folder}")
+        saved = any(folder.glob("step-*"))
+        error.add_note(
+            f"the run is in {folder}: continue it with tutti train --resume {folder}"
+            if saved
+            else f"the partial record of the run is in {folder}"
+        )
         raise

@@ -13,15 +13,18 @@ from rich.table import Table
 
 from tutti.cli.json_file import check_writable, write_json
 from tutti.cli.options import (
+    CheckpointEvery,
     DataFolder,
     Epochs,
     JsonFile,
     LearningRateText,
     RecipeOptions,
     RecipeText,
+    Resume,
     RunName,
     Seed,
     StrategyText,
+    checked_every,
     given_again,
     parse_lr,
     parse_recipe_options,
@@ -31,15 +34,22 @@ from tutti.cli.run_folder import new_folder, note_folder_on_error
 from tutti.errors import ConfigError, TuttiError
 
 if TYPE_CHECKING:
+    from tutti.recipes import Recipe
     from tutti.recipes.training import TrainingConfig, TrainingResult
 
 CHECK_TOLERANCE = 1e-10
 """Largest relative difference between parameters of runs in float64 that counts as equal."""
 
 
+Check = Annotated[
+    bool,
+    typer.Option("--check", metavar="", help="Also train with one worker, in float64, and compare the parameters."),
+]
+
+
 def train(
     context: typer.Context,
-    recipe: RecipeText,
+    recipe: RecipeText = "",
     workers: Annotated[
         int, typer.Option("--workers", "-n", help="Number of training workers. Dedicated servers are added on top.")
     ] = 2,
@@ -50,13 +60,14 @@ def train(
     seed: Seed = 0,
     lr: LearningRateText = None,
     name: RunName = None,
-    check: Annotated[
-        bool,
-        typer.Option("--check", metavar="", help="Also train with one worker, in float64, and compare the parameters."),
-    ] = False,
+    checkpoint_every: CheckpointEvery = None,
+    resume: Resume = None,
+    check: Check = False,
     json_file: JsonFile = None,
 ) -> None:
     """Train a recipe on several workers of this machine, and record the run under runs/.
+
+    All state is saved there every 5 minutes (--checkpoint-every), at the end, and when the run is stopped.
 
     Example: tutti train digits --workers 2 --strategy ring --check
 
@@ -66,7 +77,8 @@ def train(
     from tutti.launch.start import warm_up
 
     warm_up()  # Before the next imports, which take as long as those of the fork server beside them.
-    from tutti.cli.training_run import check_target, prepare, summarise, warn_of_rate
+    from tutti.cli.resumed import resumed
+    from tutti.cli.training_run import check_target, prepare, warn_of_rate
     from tutti.recipes.training import TrainingConfig
 
     requested = TrainingConfig(
@@ -78,25 +90,38 @@ def train(
         seed=seed,
         lr=parse_lr(lr),
         double=check,
+        checkpoint_every=checked_every("5m" if checkpoint_every is None else checkpoint_every),
     )
+    requested, workers = resumed(requested, workers, resume, context)
     made, config = prepare(requested, workers)
     if check:
         _refuse_lossy(strategy)
     check_writable(json_file)
     # Only now: a request that is refused leaves no folder behind.
-    folder = new_folder(name, f"{made.name}-{workers}x")
+    folder = resume or new_folder(name, f"{made.name}-{workers}x")
+    config = replace(config, checkpoints=str(folder))
     console = Console()
     warn_of_rate(config, workers)
     with note_folder_on_error(folder):
-        result = _run(config, workers, folder / "metrics.jsonl", console)
-        summary = summarise(config, made, workers, result)
-        console.print(_table(summary))
-        if check:
-            summary["check"] = _compare_with_one_worker(config, workers, result, console)
-        (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        summary = _train_and_record(config, made, workers, folder, console)
     write_json(json_file, summary)
     console.print(f"recorded in {folder}")
     check_target(summary, made, partial(given_again, context))
+
+
+def _train_and_record(
+    config: "TrainingConfig", made: "Recipe", workers: int, folder: Path, console: Console
+) -> dict[str, Any]:
+    """Train, compare with one worker if the run is in float64 for that, and write the summary to the run's folder."""
+    from tutti.cli.training_run import summarise
+
+    result = _run(config, workers, folder / "metrics.jsonl", console)
+    summary = summarise(config, made, workers, result)
+    console.print(_table(summary))
+    if config.double:
+        summary["check"] = _compare_with_one_worker(config, workers, result, console)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
 
 
 def _refuse_lossy(strategy: str) -> None:
@@ -152,7 +177,7 @@ def _compare_with_one_worker(
 ) -> dict[str, float]:
     """Train the same with one worker, and raise if the parameters differ by more than rounding."""
     # The record of this second run would overwrite that of the first.
-    alone = _run(replace(config, strategy="native"), 1, Path(os.devnull), console)
+    alone = _run(replace(config, strategy="native", checkpoints=None), 1, Path(os.devnull), console)
     # Relative to the largest parameter: a parameter near 0 would make a relative difference of its own meaningless.
     scale = alone.parameters.abs().max()
     difference = float((result.parameters - alone.parameters).abs().max() / scale)

@@ -21,6 +21,9 @@ def broadcast_all(tensors: Iterable[Tensor], transport: Transport) -> None:
     if transport.size == 1:
         return
     for group in groups(tensors):
+        if len(group) == 1 and group[0].is_contiguous():
+            run(on_flat(broadcast)(group[0].detach().view(-1), transport))  # In place: large tensors are not copied.
+            continue
         # One message for many small tensors: a model has hundreds, and each would cost ⌈log₂ P⌉ latencies.
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
         run(on_flat(broadcast)(flat, transport))

@@ -55,11 +55,9 @@ class Wait:
     """Whether data that moves restarts it. MPI and Gloo do not show that: such a wait may last while all is well."""
     since: float = field(default_factory=time.monotonic)
 
-    def moved(self, ranks: Sequence[int] | None = None) -> None:
-        """Data has moved, or fewer ranks are waited for: it begins anew."""
+    def moved(self) -> None:
+        """Data has moved: the wait begins anew."""
         self.since = time.monotonic()
-        if ranks is not None:
-            self.ranks = ranks
 
 
 class Activity:

@@ -34,7 +34,14 @@ from tutti.coordination import frames
 from tutti.coordination.diagnosis import HeldUp
 from tutti.coordination.forks import close_in_children
 from tutti.coordination.frames import Message, ProtocolError
-from tutti.coordination.handshake import Streams, WrongSecret, prove_as_coordinator, set_timeouts, tls
+from tutti.coordination.handshake import (
+    Streams,
+    WrongSecret,
+    prove_as_coordinator,
+    round_trip_s,
+    set_timeouts,
+    tls,
+)
 from tutti.coordination.secret import Secret
 from tutti.coordination.state import CoordinatorState, Refused
 
@@ -45,7 +52,7 @@ _HANDSHAKE_S = 10.0
 _MOST_STRANGERS = 128
 _MOST_UNREAD_BYTES = 16 << 20
 _CLOSE_S = 5.0
-_TICK_S = 0.25
+_TICK_S, _DISCONNECTED_TICK_S = 0.25, 0.01
 _REFUSAL_S = 1.0
 """How long a member that is refused has to read why."""
 
@@ -86,6 +93,8 @@ class Coordinator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._over = asyncio.Event()
+        self._disconnected = asyncio.Event()
+        """The connection of a member has ended."""
         self._told_of_secret = False
         self._thread = threading.Thread(target=self._run, name="tutti coordinator", daemon=True)
         self._thread.start()
@@ -95,10 +104,6 @@ class Coordinator:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._over.set)
             self._thread.join(_CLOSE_S)
-
-    def table(self) -> list[dict[str, Any]]:
-        """What is known of every member, by rank."""
-        return self._ask(lambda: self._state.table(time.monotonic()))
 
     @property
     def held_up(self) -> tuple[HeldUp, ...]:
@@ -168,7 +173,12 @@ class Coordinator:
             except Exception:
                 # A mistake of ours. The run must not go on unwatched because of it.
                 traceback.print_exc()
-            await asyncio.sleep(delay_s)
+            # A member whose connection has ended is looked at soon, and often.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await self._disconnected.wait()  # Ended by the end of a connection, or the limit above.
+                await asyncio.sleep(_DISCONNECTED_TICK_S)
+            self._disconnected.clear()
 
     async def _handle(self, connection: socket.socket) -> None:
         """One connection, from its first byte to its end."""
@@ -230,12 +240,14 @@ class Coordinator:
             before.transport.abort()  # Its end has not come here yet.
         self._writers[member] = writer
         self._deliver()
+        connection = writer.get_extra_info("socket")
         try:
             while True:
                 # Ended by the member, by the kernel when its host does not answer, and by `_deliver` when it is lost.
                 message = await read_message(reader)
                 if self._writers.get(member) is not writer:
                     break  # It has connected anew, and has sent all that counts again.
+                record.round_trip_s = round_trip_s(connection) or record.round_trip_s
                 self._state.receive(member, message, time.monotonic())
                 self._deliver()
         except ProtocolError as error:
@@ -255,6 +267,7 @@ class Coordinator:
             if self._writers.get(member) is writer:
                 del self._writers[member]
                 self._state.disconnect(member, time.monotonic())
+                self._disconnected.set()
                 self._deliver()
 
     def _deliver(self) -> None:

@@ -25,7 +25,7 @@ SCHEMA: dict[str, Fields] = {
     "get": {"request": int, "keys": list},
     "cancel": {"request": int},
     "propose": {"key": str, "value": str},
-    "notice": {"scope": str, "kind": str, "reason": str, "size": int},
+    "notice": {"scope": str, "kind": str, "reason": str, "size": int, "members": list},
     "beat": {"status": dict},
     "sync": {"request": int},
     "seen": {"member": str, "state": str},

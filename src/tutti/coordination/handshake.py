@@ -18,6 +18,7 @@ import ipaddress
 import secrets
 import socket
 import ssl
+import sys
 
 from tutti.coordination.certificates import context
 from tutti.coordination.frames import ProtocolError
@@ -25,6 +26,9 @@ from tutti.coordination.secret import Secret
 
 GREETING = b"TUTTI/1\n"
 _NONCE_BYTES = 32
+_MIN_RTT_AT = 148
+"""Where the kernel's `tcp_info` has the shortest round trip, in microseconds."""
+_UNKNOWN_RTT = 0xFFFFFFFF
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -61,6 +65,16 @@ def set_timeouts(connection: socket.socket, patience_s: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(patience_s * 1000))
 
 
+def round_trip_s(connection: socket.socket) -> float:
+    """The shortest round trip that the kernel has seen on a connection of late; 0 if it does not say."""
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT_AT + 4)
+    except OSError:  # It has just ended.
+        return 0.0
+    found = int.from_bytes(info[_MIN_RTT_AT:], sys.byteorder) if len(info) == _MIN_RTT_AT + 4 else 0
+    return 0.0 if found == _UNKNOWN_RTT else found / 1e6
+
+
 async def prove_as_member(streams: Streams, secret: Secret) -> None:
     """The member's end of the proof. Raises `WrongSecret`."""
     reader, writer = streams
@@ -72,7 +86,7 @@ async def prove_as_member(streams: Streams, secret: Secret) -> None:
         raise ProtocolError("what answers is no coordinator of Tutti, or one of another version")
     if not hmac.compare_digest(mac, _mac(secret, b"coordinator", nonce + other)):
         raise WrongSecret("the coordinator has another secret")
-    writer.write(_mac(secret, b"member", nonce + other))
+    writer.write(member_proof(secret, nonce + other))
 
 
 async def prove_as_coordinator(streams: Streams, secret: Secret) -> None:
@@ -88,8 +102,13 @@ async def prove_as_coordinator(streams: Streams, secret: Secret) -> None:
     except EOFError:
         # It has seen the coordinator's proof, and does not accept it.
         raise WrongSecret("a member has another secret") from None
-    if not hmac.compare_digest(proof, _mac(secret, b"member", other + nonce)):
+    if not hmac.compare_digest(proof, member_proof(secret, other + nonce)):
         raise WrongSecret("a member has another secret")
+
+
+def member_proof(secret: Secret, nonces: bytes) -> bytes:
+    """What a member sends to prove that it knows the secret, after the random values of both ends."""
+    return _mac(secret, b"member", nonces)
 
 
 def _mac(secret: Secret, label: bytes, nonces: bytes) -> bytes:

@@ -71,9 +71,9 @@ class ConnectedMember(Member):
         """Set when the coordinator has let this process in, or has refused it."""
         self.error: str = ""
         """Why the last attempt to connect failed."""
+        self.sends_heartbeats = True
+        """Whether it reports. A benchmark turns that off for moments."""
         self._wrong_secret = False
-        self._answered_at = time.monotonic()
-        """When the coordinator's host last showed that it is there."""
         self._thread = threading.Thread(target=self._run, name="tutti coordination", daemon=True)
         self._thread.start()
 
@@ -122,11 +122,11 @@ class ConnectedMember(Member):
             self._loop.call_soon(self._main.cancel)
 
     async def _connect_for_ever(self) -> None:
-        retry_s = _RETRY_S
+        retry_s = 0.0
         while not (self._over or self.known.refused):
+            started, worked = time.monotonic(), False
             try:
                 await self._session()
-                retry_s = _RETRY_S
             except WrongSecret as error:
                 self._refused(str(error))
                 return
@@ -136,9 +136,10 @@ class ConnectedMember(Member):
             except (OSError, EOFError, ProtocolError, ssl.SSLError) as error:
                 self._note_failure(error)
             finally:
+                worked = self.connected and time.monotonic() - started > _LONGEST_RETRY_S
                 self.detach()
+            retry_s = _next_retry_s(retry_s, worked)
             await asyncio.sleep(retry_s)
-            retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
 
     def _refused(self, error: str) -> None:
         self._wrong_secret, self.error = True, error
@@ -150,8 +151,8 @@ class ConnectedMember(Member):
         self.error = str(error) or type(error).__name__
         # The other host's kernel answers: the coordinator's process is gone, or was restarted.
         if isinstance(error, ConnectionError | EOFError):
-            self._answered_at = time.monotonic()
-        silent_s = time.monotonic() - self._answered_at
+            self.answered_at = time.monotonic()
+        silent_s = time.monotonic() - self.answered_at
         if isinstance(error, _Unreachable) and silent_s > self.patience_s and self.first_answer.is_set():
             self.exclude(
                 f"it is cut off from the coordinator at {self.endpoint}, which has not answered for {silent_s:.0f} s"
@@ -176,13 +177,13 @@ class ConnectedMember(Member):
                 while True:
                     # Ended by the coordinator, by the kernel when its host does not answer, and by `close`.
                     message = await read_message(reader)
-                    self._answered_at = time.monotonic()
+                    self.answered_at = time.monotonic()
                     self.received(message)
             finally:
                 beats.cancel()
         except TimeoutError as error:
             # Of the kernel: its host has not acknowledged anything for `patience`, or has no room for more.
-            self._answered_at = max(self._answered_at, time.monotonic() - self.patience_s)
+            self.answered_at = max(self.answered_at, time.monotonic() - self.patience_s)
             raise OSError(f"no answer from {self.endpoint}") from error
         finally:
             with suppress(Exception):
@@ -208,14 +209,14 @@ class ConnectedMember(Member):
             raise
         finally:
             # Its kernel let the connection in. If nothing else came, the coordinator is stopped.
-            self._answered_at = time.monotonic()
+            self.answered_at = time.monotonic()
         return reader, writer
 
     async def _reach(self) -> socket.socket:
         """Open a connection. Raises `ConnectionError` if the other host refuses it, else `_Unreachable`."""
         limit_s = self.patience_s
         if self.first_answer.is_set():
-            limit_s = min(limit_s, max(_CONNECT_S, self._answered_at + limit_s - time.monotonic()))
+            limit_s = min(limit_s, max(_CONNECT_S, self.answered_at + limit_s - time.monotonic()))
         try:
             async with asyncio.timeout(limit_s):
                 return await self._connect()
@@ -255,8 +256,17 @@ class ConnectedMember(Member):
 
     async def _beat(self, writer: asyncio.StreamWriter) -> None:
         while not writer.is_closing():
-            writer.write(frames.encode({"op": "beat", "status": self.activity.status()}))
+            if self.sends_heartbeats:
+                writer.write(frames.encode({"op": "beat", "status": self.activity.status()}))
             await asyncio.sleep(_BEAT_S)
+
+
+def _next_retry_s(before_s: float, worked: bool) -> float:
+    """How long to wait before the next attempt, after one that `worked` for a while or did not.
+
+    At once after a connection that worked: where nobody sees this process, it is soon taken for lost.
+    """
+    return 0.0 if worked else min(max(2 * before_s, _RETRY_S), _LONGEST_RETRY_S)
 
 
 def connect_member(

@@ -1,7 +1,7 @@
 """`MemberWatch` decides which members are lost.
 
 - Its connection ends: it is lost as soon as its process is seen to have ended. Where nobody can see the process (on
-  another host, without another member that could look), it has `_RECONNECT_S` to connect again.
+  another host, without another member that could look), it has `_RECONNECT_S` and some round trips to connect again.
 - It is silent for the patience of the run: it is evicted, unless its process is seen to run. A process that runs and
   does not report holds the interpreter's lock, and is slow, not lost.
 """
@@ -13,12 +13,18 @@ from typing import Any, NamedTuple
 from tutti.coordination.activity import check_status
 from tutti.coordination.description import MemberDescription, ProcessState
 
-_RECONNECT_S = 0.2
-"""How long a member has to connect again, where nobody can see whether its process has ended."""
+_RECONNECT_S, _RECONNECT_ROUND_TRIPS = 0.15, 20
+"""How long a member has to connect again, where nobody can see whether its process has ended: seconds, and round trips
+of its connection on top. It needs three round trips, and more where packets are lost or the link is busy. Within one
+site that adds next to nothing, so that a killed process is known soon."""
 _LOOK_S = 0.1
 """How often the process of a member that is not heard is looked at."""
 _SILENT_S = 0.8
 """From this silence on, its process is looked at."""
+_KERNEL_GAVE_UP = 0.8
+"""A connection that ends after a silence of this share of the patience was given up by the kernel: nothing of that host
+was acknowledged or came. A process that ends is heard shortly before."""
+_DOWN = "its host or the network is down"
 
 
 @dataclass(eq=False)
@@ -33,6 +39,8 @@ class MemberRecord:
     process: ProcessState | None = None
     """The state of its process when it was last looked at; None if nobody could."""
     looked_at: float = 0.0
+    round_trip_s: float = 0.0
+    """Shortest time in which its host has acknowledged something; 0 where there is no network."""
     status: dict[str, Any] = field(default_factory=dict)
     """What it last reported about itself."""
     stack: str = ""
@@ -91,14 +99,16 @@ class MemberWatch:
         name, patience = record.name, f"{self._patience_s:g} s"
         if record.process == "ended":
             return Verdict(f"its {name} has ended")
+        silent = f"its {name} was silent for {patience}:"
         if closed is not None:
-            if record.process is None and now - closed > _RECONNECT_S:
-                return Verdict(f"the connection of its {name} was closed", may_run=True)
+            limit_s = min(self._patience_s, _RECONNECT_S + _RECONNECT_ROUND_TRIPS * record.round_trip_s)
+            if record.process is None and now - closed > limit_s:
+                given_up = closed - record.heard_at > _KERNEL_GAVE_UP * self._patience_s
+                return Verdict(f"{silent} {_DOWN}" if given_up else f"the connection of its {name} was closed", True)
             if now - closed > self._patience_s:
                 return Verdict(f"its {name} has not connected again for {patience}", may_run=True)
         elif silent_s > self._patience_s and record.process != "running":
-            state = "it is stopped" if record.process == "stopped" else "its host or the network is down"
-            return Verdict(f"its {name} was silent for {patience}: {state}", may_run=True)
+            return Verdict(f"{silent} {'it is stopped' if record.process == 'stopped' else _DOWN}", may_run=True)
         return None
 
     def _look_at(self, record: MemberRecord, members: Iterable[MemberRecord], now: float) -> None:

@@ -22,7 +22,7 @@ Who must hear of changes at once, because it waits in a selector, adds itself by
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tutti.coordination.activity import Activity, main_stack
@@ -35,6 +35,9 @@ from tutti.errors import DeadlineExceeded, EnvironmentConflict, RankLost
 
 _CHECK_S = 0.2
 """How often a wait calls its `check` when nothing changes: it may look at more than what the coordinator sends."""
+_CUT_FOUND_S = 4.0
+"""How much longer than the patience it takes, at most, until a process knows that it is cut off: two attempts to
+connect (`tutti.coordination.link`)."""
 
 
 class Member:
@@ -58,6 +61,8 @@ class Member:
         """Whether the coordinator is in the process of a rank, and so ends with it for good."""
         self.away_since: float | None = None
         """When the coordinator went away; None while it is there."""
+        self.answered_at = time.monotonic()
+        """When the coordinator's host last showed that it can be reached."""
         self.num_changes = 0
         """Grows with everything that is received: who waits sees by it that something may have changed."""
         self._post: Callable[[Message], None] = lambda message: None
@@ -99,10 +104,14 @@ class Member:
         """Set a value unless another member was first: `values` returns what all members get."""
         self._send(("propose", key), {"op": "propose", "key": key, "value": value})
 
-    def notice(self, scope: str, kind: str, reason: str, size: int) -> None:
-        """Announce to all members how this one's part in a scope of `size` members ends."""
+    def notice(self, scope: str, kind: str, reason: str, size: int, members: Sequence[str] = ()) -> None:
+        """Announce to all members how this one's part in a scope of `size` members ends.
+
+        Args:
+            members: who they are, where the scope is a channel and not all members of its world are in it.
+        """
         message = {"op": "notice", "scope": scope, "kind": kind, "reason": reason, "size": size}
-        self._send(("notice", scope, kind), message)
+        self._send(("notice", scope, kind), {**message, "members": list(members)})
 
     def bye(self) -> None:
         """Announce that this process takes no more part in the job."""
@@ -262,3 +271,17 @@ def _check_coordinator(member: Member) -> None:
             f"rank {member.description.rank}: {member.place} has been gone for {member.patience_s:g} s, and with it "
             "the rank in whose process it was. See the output of rank 0."
         )
+
+
+def confirm(member: Member) -> None:
+    """Make sure that a process still takes part in its job. Raises `RankLost` if it does not.
+
+    A process that is cut off sees all others as lost, and what it has alone must not count as a result. Ends when the
+    coordinator answers, or when its host shows that it can be reached; or when the process is found to be cut off; or,
+    if the coordinator is stopped, after a time in which a cut would have been found.
+    """
+    asked_at = time.monotonic()
+    while not member.sync(_CHECK_S):
+        reachable = not member.connected and member.answered_at > asked_at
+        if reachable or time.monotonic() - asked_at > member.patience_s + _CUT_FOUND_S:
+            return

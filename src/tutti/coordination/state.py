@@ -25,7 +25,7 @@ When a member is lost is decided in `liveness`. A coordinator that was itself st
 the silence of others: a `tick` that comes late moves all times on by as much.
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +36,7 @@ from tutti.coordination.diagnosis import HeldUp, deadlock_text, deadlocked, diag
 from tutti.coordination.frames import Message, ProtocolError
 from tutti.coordination.knowledge import LEFT, is_inside
 from tutti.coordination.liveness import MemberRecord, MemberWatch
+from tutti.coordination.notices import TERMINAL, NoticeTable
 from tutti.coordination.values import ValueTable
 
 _LATE_TICK_S = 1.0
@@ -46,6 +47,7 @@ _STACK_S = 3.0
 """A rank that others have waited for as long is asked for its stack, no more often than this."""
 _MOST_RANKS = 1 << 16
 """The largest scope."""
+_MOST_SCOPES = 20_000
 _MOST_MEMBERS = 5_000
 """Members and losses that are remembered. All of them are in a message, so their number bounds its length."""
 _LONGEST_REASON = 150
@@ -54,9 +56,6 @@ _LONGEST_ID = 32
 _MOST_OVER = 100
 _MISSING_S = 2.0
 """How often those that wait for others to join are told who is missing."""
-
-TERMINAL = frozenset({"left", "closed", "aborted"})
-"""Kinds of notices after which a member takes no more part in the scope."""
 
 
 class Refused(Exception):
@@ -129,14 +128,13 @@ class CoordinatorState:
                 (member, {"op": "values", "request": request, "values": values})
             )
         )
-        self._notices: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
-        """Reasons by scope, member and kind."""
+        self._notices = NoticeTable()
         self._handlers: dict[str, Callable[[MemberRecord, Message, float], None]] = {
             "join": self._join,
             "set": lambda record, message, _: self._values.set(record.id, message["key"], message["value"]),
             "get": lambda record, message, _: self._values.request(record.id, message["request"], message["keys"]),
             "cancel": lambda record, message, _: self._values.cancel(record.id, message["request"]),
-            "propose": lambda _, message, __: self._values.propose(message["key"], message["value"]),
+            "propose": lambda record, message, _: self._values.propose(record.id, message["key"], message["value"]),
             "notice": self._notice,
             "beat": lambda record, message, _: record.reported(message["status"]),
             "sync": lambda record, message, _: self._send(record, op="synced", request=message["request"]),
@@ -172,10 +170,8 @@ class CoordinatorState:
         self._values.cancel(description.id)
         record.heard_at, record.closed_at, record.process = now, None, None
         self._send(record, op="welcome", version=tutti.__version__, lost=self.lost)
-        for scope, notices in self._notices.items():
-            for member, kinds in notices.items():
-                for kind, reason in kinds.items():
-                    self._send(record, op="noticed", scope=scope, member=member, kind=kind, reason=reason)
+        for scope, member, kind, reason in self._notices:
+            self._send(record, op="noticed", scope=scope, member=member, kind=kind, reason=reason)
         return record
 
     def _learn(self, hello: Message, now: float) -> None:
@@ -258,6 +254,8 @@ class CoordinatorState:
         name, rank, size = message["scope"], message["rank"], message["size"]
         if not 0 < size <= _MOST_RANKS:
             raise ProtocolError(f"a scope has 1 to {_MOST_RANKS} ranks")
+        if name not in self._scopes and len(self._scopes) >= _MOST_SCOPES:
+            raise ProtocolError(f"there are {_MOST_SCOPES} scopes already")
         record.has_met_others = True
         scope = self._scopes.setdefault(name, _Scope(size, now, now))
         holder = scope.members.get(rank, record.id)
@@ -283,21 +281,22 @@ class CoordinatorState:
         if (over := next((each for each in self._over if is_inside(scope, each)), None)) is not None:
             self._send(record, op="forget", scope=over)
             return
-        self._notices[scope][record.id][kind] = reason
+        self._notices.add(record.id, scope, kind, reason, (message["size"], message["members"]))
         self._broadcast(op="noticed", scope=scope, member=record.id, kind=kind, reason=reason)
         if kind in TERMINAL:
             self._forget_if_over(scope, message["size"])
 
     def _forget_if_over(self, scope: str, size: int) -> None:
-        """Forget a scope when all its members have left it or are lost."""
-        over = {member for member, kinds in self._notices[scope].items() if TERMINAL & kinds.keys()}
-        if scope in self._scopes:  # Who is in a channel is not known here: one with a lost member ends with its world.
-            over |= self.lost.keys() & set(self._scopes[scope].members.values())
+        """Forget a scope, or a channel in one, when all its members have left it or are lost."""
+        participants: Iterable[str] = self._notices.participants(scope)
+        if not participants:  # All members of the world that it is, or is in.
+            world = max((name for name in self._scopes if is_inside(scope, name)), key=len, default=None)
+            participants = () if world is None else self._scopes[world].members.values()
+        over = self._notices.finished(scope) | self.lost.keys() & set(participants)
         if len(over) < size:
             return
         self._values.drop_scope(scope)
-        for name in [name for name in self._notices if is_inside(name, scope)]:
-            del self._notices[name]
+        self._notices.drop_scope(scope)
         if self._scopes.pop(scope, None) is not None:
             self._over.append(scope)
         self._broadcast(op="forget", scope=scope)
@@ -355,8 +354,7 @@ class CoordinatorState:
         self.outbox.append((member, {"op": "refused", "reason": f"the job goes on without it: {reason}"}))
         if not record.has_met_others:
             # Nobody knows it, so nobody has to be told. Were such ones remembered, they could fill the memory.
-            for notices in self._notices.values():
-                notices.pop(member, None)
+            self._notices.drop_member(member)
             return
         self._lost_ranks[record.description.rank] = reason
         for scope in self._scopes.values():
@@ -366,6 +364,9 @@ class CoordinatorState:
         for name, scope in list(self._scopes.items()):
             if member in scope.members.values():
                 self._forget_if_over(name, scope.size)
+        for name in self._notices.scopes():  # Channels that the others have closed already.
+            if (size := self._notices.size(name)) is not None:
+                self._forget_if_over(name, size)
 
     def _remember_lost(self, member: str, reason: str) -> None:
         self.lost[member] = reason

@@ -1,6 +1,6 @@
 """Values that members set and others wait for, as the coordinator keeps them."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,7 +8,9 @@ from tutti.coordination.frames import ProtocolError
 from tutti.coordination.knowledge import is_inside
 
 _MOST_VALUES = 20_000
-"""Values of one member."""
+"""Values of one member, and proposals."""
+_MOST_REQUESTS = 1_000
+"""Requests of one member that wait at the same time: a thread has one."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,10 @@ class ValueTable:
         self._values: dict[str, str] = {}
         self._keys: dict[str, set[str]] = defaultdict(set)
         """Keys of the values that each member has set."""
+        self._proposed: dict[str, set[str]] = defaultdict(set)
+        """Keys that each member has proposed a value for, while it is a member."""
+        self._num_requests: Counter[str] = Counter()
+        """Requests of each member that wait."""
         self._waiting: dict[str, list[_Request]] = defaultdict(list)
         """Requests by a key that they lack."""
 
@@ -46,20 +52,27 @@ class ValueTable:
             raise ProtocolError(f"a member has set more than {_MOST_VALUES} values")
         self._store(key, value)
 
-    def propose(self, key: str, value: str) -> None:
+    def propose(self, member: str, key: str, value: str) -> None:
         """Set a value unless there is one. Its scope owns it: the decision outlives who proposed it."""
         if key not in self._values:
+            keys = self._proposed[member]
+            keys.add(key)
+            if len(keys) > _MOST_VALUES:
+                raise ProtocolError(f"a member has proposed more than {_MOST_VALUES} values")
             self._store(key, value)
 
     def _store(self, key: str, value: str) -> None:
         self._values[key] = value
         for request in self._waiting.pop(key, []):
+            self._num_requests[request.member] -= 1
             self._try(request)
 
     def request(self, member: str, number: int, keys: list[str]) -> None:
         """Answer when all values are there."""
         if not all(isinstance(key, str) for key in keys):
             raise ProtocolError("keys of values are texts")
+        if self._num_requests[member] >= _MOST_REQUESTS:
+            raise ProtocolError(f"a member waits for {_MOST_REQUESTS} answers already")
         self._try(_Request(member, number, tuple(keys)))
 
     def _try(self, request: _Request) -> None:
@@ -69,11 +82,13 @@ class ValueTable:
             self._answer(request.member, request.number, [self._values[key] for key in request.keys])
         else:
             self._waiting[missing].append(request)
+            self._num_requests[request.member] += 1
 
     def cancel(self, member: str, number: int | None = None) -> None:
         """Drop a request of a member, or all of them."""
         for key, requests in list(self._waiting.items()):
             kept = [each for each in requests if each.member != member or number not in (None, each.number)]
+            self._num_requests[member] -= len(requests) - len(kept)
             if kept:
                 self._waiting[key] = kept
             else:
@@ -84,10 +99,13 @@ class ValueTable:
         for key in self._keys.pop(member, ()):
             self._values.pop(key, None)
         self.cancel(member)
+        self._proposed.pop(member, None)
+        self._num_requests.pop(member, None)
 
     def drop_scope(self, scope: str) -> None:
         """Forget all values of a scope."""
         for key in [key for key in self._values if is_inside(key, scope)]:
             del self._values[key]
-        for member, keys in list(self._keys.items()):
-            self._keys[member] = {key for key in keys if not is_inside(key, scope)}
+        for owned in (self._keys, self._proposed):
+            for member, keys in list(owned.items()):
+                owned[member] = {key for key in keys if not is_inside(key, scope)}

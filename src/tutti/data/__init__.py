@@ -1,6 +1,7 @@
 """Data of a world of ranks: `shard` gives each rank its part."""
 
 from tutti.data.global_batches import GlobalBatches
+from tutti.data.loader import ShardedLoader
 from tutti.data.shard import shard
 
-__all__ = ["GlobalBatches", "shard"]
+__all__ = ["GlobalBatches", "ShardedLoader", "shard"]

@@ -29,10 +29,14 @@ class GlobalBatches(Sampler[list[int]]):
 
     def __init__(self, num_samples: int, batch_size: int, num_parts: int, seed: int) -> None:
         self.num_samples = num_samples
+        self.batch_size = batch_size
         self.num_parts = num_parts
+        """Number of consecutive batches that form a step. `shard` sets it to that of the world whose run continues."""
+        self.seed = seed
         # Ends of all batches but the last, which takes the remainder: hence no cut within `batch_size` of the end.
         self._cuts = list(range(batch_size, num_samples - batch_size + 1, batch_size))
-        self._generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        """Gives the order of each epoch. Public, as that of torch's samplers: `shard` saves its state."""
         if num_parts > (smallest := min(batch_size, num_samples)):
             raise ConfigError(
                 f"a batch of {smallest} samples cannot be cut for {num_parts} workers: each needs at least one. "
@@ -40,7 +44,7 @@ class GlobalBatches(Sampler[list[int]]):
             )
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = torch.randperm(self.num_samples, generator=self._generator)
+        order = torch.randperm(self.num_samples, generator=self.generator)
         for batch in order.tensor_split(self._cuts):
             # Consecutive parts of one batch: `shard` gives each rank one of them, so that they form one step.
             yield from (part.tolist() for part in batch.tensor_split(self.num_parts))

@@ -27,20 +27,25 @@ def shuffled(num_samples: int, seed: int, epoch: int) -> list[int]:
 class AllRanksSampler(Sampler[int]):
     """The samples that a `DistributedSampler` gives all ranks together, in the order of its seed and the epoch."""
 
-    def __init__(self, divided: DistributedSampler[Any], seed: int, world_size: int) -> None:
-        """Replace `divided`; `seed` is added to its own, and with its `drop_last` all ranks get as many samples."""
+    def __init__(self, divided: DistributedSampler[Any], seed: int, num_ranks: int) -> None:
+        """Replace `divided`; `seed` is added to its own."""
         self._num_samples = len(divided.dataset)  # type: ignore[arg-type]
-        self._num_kept = self._num_samples - (self._num_samples % world_size if divided.drop_last else 0)
-        self._shuffle = divided.shuffle
-        self._seed = divided.seed + seed
+        self._drop_last = divided.drop_last
+        self.shuffle = divided.shuffle
+        """Whether every epoch has a random order."""
+        self.seed = divided.seed + seed
+        """Of the random orders."""
         self.epoch = divided.epoch
+        """The epoch that is drawn next."""
+        self.num_ranks = num_ranks
+        """Number of ranks: with `drop_last`, all of them get as many samples."""
 
     def __iter__(self) -> Iterator[int]:
-        order = shuffled(self._num_samples, self._seed, self.epoch) if self._shuffle else range(self._num_samples)
-        return iter(order[: self._num_kept])
+        order = shuffled(self._num_samples, self.seed, self.epoch) if self.shuffle else range(self._num_samples)
+        return iter(order[: len(self)])
 
     def __len__(self) -> int:
-        return self._num_kept
+        return self._num_samples - (self._num_samples % self.num_ranks if self._drop_last else 0)
 
 
 def undivided(loader: DataLoader[Any], seed: int, world: World) -> AllRanksSampler | None:
@@ -51,9 +56,9 @@ def undivided(loader: DataLoader[Any], seed: int, world: World) -> AllRanksSampl
     batches, sampler = loader.batch_sampler, loader.sampler
     assert batches is not None
     # DataLoader(batch_sampler=BatchSampler(sampler, ...)) has its sampler in there.
-    if type(batches) is BatchSampler:
+    if isinstance(batches, BatchSampler) and is_torchs(batches):
         sampler = batches.sampler
-        if type(sampler) is DistributedSampler:
+        if isinstance(sampler, DistributedSampler) and is_torchs(sampler):
             if sampler.num_replicas > 1 and world.rank == 0:
                 _log.warning(
                     "shard: the DataLoader has a DistributedSampler. tutti.shard divides the data itself, so its order "
@@ -74,7 +79,7 @@ def _refuse_divided(sampler: Any, num_samples: int, world: World, is_of_samples:
     found = ""
     if getattr(sampler, "num_replicas", 1) != 1 and hasattr(sampler, "rank"):
         found = f"for rank {sampler.rank} of {sampler.num_replicas}"
-    elif is_of_samples and not _is_torchs(sampler) and isinstance(sampler, Sized):
+    elif is_of_samples and not is_torchs(sampler) and isinstance(sampler, Sized):
         # About one part in `size`: that is hardly a coincidence for a sampler of the user's own.
         part = {num_samples // world.size, -(-num_samples // world.size)}
         if len(sampler) in part and world.size > 1:
@@ -87,5 +92,6 @@ def _refuse_divided(sampler: Any, num_samples: int, world: World, is_of_samples:
         )
 
 
-def _is_torchs(sampler: Any) -> bool:
-    return type(sampler).__module__.startswith("torch.utils.data")
+def is_torchs(sampler: Any) -> bool:
+    """Whether a sampler is one of torch, or what torchdata's StatefulDataLoader puts in the place of one."""
+    return type(sampler).__module__.startswith(("torch.utils.data", "torchdata."))

@@ -1,7 +1,8 @@
 """`distribute`, which makes a model a distributed one, and `Job`, the handle that it returns."""
 
+from tutti.job.checkpoints.restored import Restored
 from tutti.job.distribution import distribute, measure_link, sync_batchnorm
 from tutti.job.handle import Job
 from tutti.job.metrics import Metrics
 
-__all__ = ["Job", "Metrics", "distribute", "measure_link", "sync_batchnorm"]
+__all__ = ["Job", "Metrics", "Restored", "distribute", "measure_link", "sync_batchnorm"]

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from tutti.collectives import LinkMeasurement, measure_links
 from tutti.errors import ConfigError
+from tutti.job.checkpoints import signals
 from tutti.job.checks import TrainingChecks
 from tutti.job.compatibility import support
 from tutti.job.handle import JOB_ATTRIBUTE, Job, restore_world
@@ -20,7 +21,7 @@ from tutti.replica.state import check_alike, take_from_rank_0
 from tutti.simulation.compute_clock import ComputeClock
 from tutti.strategies import AllReduce, Strategy, as_strategy
 from tutti.strategies.compatibility import COMMON, refusals
-from tutti.transports import for_devices
+from tutti.transports import Transport, for_devices
 from tutti.world import World, current_world, set_world
 from tutti.world import world as initialised_world
 
@@ -105,7 +106,7 @@ def _start(
     channel = transport.channel("job")
     # Dedicated servers are the last ranks, so that workers have the ranks 0 to N - 1.
     if world.rank >= world.size - strategy.num_dedicated_servers:
-        strategy.serve(replica, channel)  # Returns when all workers have finished.
+        _serve(strategy, replica, channel, world)
         channel.close()
         # The script has nothing to do here: it ends as if it had come to its end, which launchers take for success.
         raise SystemExit(0)
@@ -131,6 +132,19 @@ def _start(
             module.distributed = True
     world.tolerate_loss(exchange.tolerates_loss)
     return job
+
+
+def _serve(strategy: Strategy, replica: HookedReplica, channel: Transport, world: World) -> None:
+    """Serve until all workers have finished."""
+    if channel.cluster is not None:  # A simulation, whose ranks are threads.
+        strategy.serve(replica, channel)
+        return
+    # Schedulers ask all ranks to stop: workers need their servers until the last checkpoint is taken.
+    signals.watch(world.checkpoints.grace_s)
+    try:
+        strategy.serve(replica, channel)
+    finally:
+        signals.unwatch()
 
 
 def _without_servers(world: World, num_servers: int) -> World:

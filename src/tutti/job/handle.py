@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.errors import ConfigError, NonFiniteLoss, RankLost
+from tutti.job.checkpoints.calls import Checkpoints, JobCheckpoints
 from tutti.job.checks import LossKind, expect
 from tutti.job.not_copied import NotCopied
 from tutti.job.progress import JobProgress
@@ -24,7 +25,7 @@ JOB_ATTRIBUTE = "_tutti_job"
 """The attribute of a distributed model that holds its job."""
 
 
-class Job(CollectiveValues, JobProgress, NotCopied):
+class Job(CollectiveValues, JobCheckpoints, JobProgress, NotCopied):
     """The handle on a distributed model that `tutti.distribute` returns.
 
     Use it as a context manager, or call `finish` at the end. Methods marked "Collective" must be called by every rank.
@@ -51,7 +52,10 @@ class Job(CollectiveValues, JobProgress, NotCopied):
         world.usage.exchanges.add(exchange)
         self._previous_world = previous_world
         """The world that `tutti.world()` returned before `distribute`; restored at the end."""
-        _ = world.calls  # Opened by all ranks here, where they are together.
+        # On a mesh the ranks of all rows save the model together.
+        everyone = world if model_on_mesh is None else previous_world
+        _ = world.calls, everyone.calls  # Opened by all ranks here, where they are together.
+        self._checkpoints = Checkpoints(self, everyone, replica, exchange, model_on_mesh)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward keeps gradients to this rank; the next one outside exchanges their sum."""
@@ -146,19 +150,22 @@ class Job(CollectiveValues, JobProgress, NotCopied):
             self._replica.away = False
             self._exchange.join()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what must be saved in addition to the states of model and optimiser to continue exactly.
+    def state_dict(self, *, everywhere: bool = True) -> dict[str, Any]:
+        """Return what must be saved in addition to the states of model and optimiser to continue exactly. Collective.
 
-        It is alike on every rank. Collective: every rank calls it, and one may save it for all.
+        It is alike on every rank, so that any of them may save it. With `everywhere=False` it is complete on the leader
+        alone, which saves the transfer to the others.
         """
         with self.world.waiting(self._exchange):
-            return job_state(self.strategy, self._replica, self._exchange, self._model_on_mesh)
+            return job_state(
+                self.strategy, self._replica, self._exchange, self.world.calls, self._model_on_mesh, everywhere
+            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state that `state_dict` returned; every rank loads it, before its first step. Collective.
 
-        It may be of another strategy: what this one has no use for is dropped, and a warning says what that means.
-        Raises `ConfigError` for the state of another model, or of one that was split otherwise.
+        It may be of another strategy, number of ranks or mesh. What has a meaning here is converted; a warning says
+        what is dropped, and what that means. Raises `ConfigError` for the state of another model.
         """
         with self.world.waiting(self._exchange):
             load_job_state(state, self.strategy, self._replica, self._exchange, self._model_on_mesh)
@@ -172,6 +179,9 @@ class Job(CollectiveValues, JobProgress, NotCopied):
             try:
                 with self.world.waiting(self._exchange):
                     self._finish_exchange()
+                if self._exchange.tolerates_loss:
+                    self.world.confirm()  # Cut off, it would finish alone, and that model is not the job's.
+                self._checkpoints.close()
                 if self._model_on_mesh is not None:
                     self._model_on_mesh.close()
                 self.world.tolerate_loss(False)  # From here on a crash of this process is a failure again.
@@ -189,6 +199,7 @@ class Job(CollectiveValues, JobProgress, NotCopied):
     def _release(self) -> None:
         """Detach the model and close the job's transport. Not collective: it also ends a job that failed."""
         self._finished = True
+        self._checkpoints.abandon()
         self.world.usage.exchanges.discard(self._exchange)
         # In this order: background work stops, then gradients are copied out of shared memory, then it is unmapped.
         self._exchange.close()

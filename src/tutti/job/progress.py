@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch import nn
+
 from tutti.events import EXCHANGE, PULL, EventLog
 from tutti.job.metrics import Metrics
 from tutti.parallel.model_on_mesh import ModelOnMesh
@@ -14,6 +16,7 @@ class JobProgress:
     """What this rank has done so far. `Job` sets the fields."""
 
     _model_on_mesh: ModelOnMesh | None
+    _model: nn.Module
     _replica: HookedReplica
     _exchange: Exchange
     world: World
@@ -36,6 +39,11 @@ class JobProgress:
             waiting_s=total.seconds + totals[PULL].seconds,
             strategy=self._exchange.metrics(),
         )
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, of which a mesh has split each layer or stage but in `consensus`."""
+        return self._model
 
     @property
     def steps(self) -> int:

@@ -25,6 +25,7 @@ from tutti.coordination.handshake import is_loopback
 from tutti.coordination.link import Endpoint, connect_member
 from tutti.errors import ConfigError, DeadlineExceeded, EnvironmentConflict, RankLost
 from tutti.launch.control_settings import COORDINATOR, SECRET, find_patience, find_secret
+from tutti.launch.diagnosis_line import DiagnosisThread
 from tutti.launch.environment import RankEnvironment
 from tutti.launch.host import address_towards, host_id, host_name, network_address
 from tutti.transports import Membership, Peer
@@ -220,12 +221,14 @@ _served: list[Coordinator] = []
 def _serve(listening: socket.socket, address: str) -> Coordinator:
     made = Coordinator(listening, find_secret(), host_id=host_id(), address=address, patience=find_patience())
     _served.append(made)
+    # No launcher of Tutti's shows who holds the others up, so this process does.
+    diagnosis = DiagnosisThread(made)
     # Handlers run in the reverse order: this one after those that close the world and say bye.
-    atexit.register(_serve_to_the_end, made, os.getpid())
+    atexit.register(_serve_to_the_end, made, diagnosis, os.getpid())
     return made
 
 
-def _serve_to_the_end(coordinator: Coordinator, served_by: int) -> None:
+def _serve_to_the_end(coordinator: Coordinator, diagnosis: DiagnosisThread, served_by: int) -> None:
     """Keep this process until the other ranks have ended: they may still need the coordinator that it serves."""
     if os.getpid() != served_by:
         return  # A child that was forked has the handlers, and not the thread that serves.
@@ -238,6 +241,7 @@ def _serve_to_the_end(coordinator: Coordinator, served_by: int) -> None:
             names = ", ".join(map(str, ranks))
             print(f"tutti: rank 0 serves the run's coordinator and waits for rank {names} to end", file=sys.stderr)
         time.sleep(0.05)
+    diagnosis.close(failed=getattr(sys, "last_value", None) is not None)
     coordinator.close()
 
 

@@ -88,7 +88,10 @@ def main() -> None:
     Arguments: the number of the control socket, the supervisor's process number, modules to import.
     """
     # An ignored SIGCHLD survives exec. The kernel would then reap workers itself, and their status would be lost.
-    inherited_sigchld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # Schedulers send SIGTERM and SIGUSR1 to all processes of a job: workers must not end with this one then, before
+    # they have saved their state. It ends with the supervisor.
+    handlers = {signal.SIGCHLD: signal.SIG_DFL, signal.SIGTERM: signal.SIG_IGN, signal.SIGUSR1: signal.SIG_IGN}
+    inherited = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     control, parent, *modules = sys.argv[1:]
     # Until `outlive`, the kernel kills this process with the thread that started it: imports take seconds, in which no
     # loop watches for the supervisor's end.
@@ -104,7 +107,8 @@ def main() -> None:
     server = _Server(int(control), int(parent))
     # Returns only in a forked child, which goes on here as the worker.
     files = server.serve()
-    signal.signal(signal.SIGCHLD, inherited_sigchld)
+    for number, handler in inherited.items():
+        signal.signal(number, handler)
     _become(files, imports, server.pid)
     _run_and_exit(set(sys.modules))
 

@@ -55,7 +55,8 @@ class Guardian:
 
 def main() -> None:
     """Read process groups until the input ends; kill them unless the supervisor said that it is done."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # As sent to all processes of a user's job, before SIGKILL.
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # As sent to all processes of a user's job, before SIGKILL.
+        signal.signal(number, signal.SIG_IGN)
     groups = []
     # Ended by the supervisor, or by the kernel when that has died.
     for line in sys.stdin.buffer:

@@ -19,12 +19,15 @@ ended.
 import atexit
 import os
 import sys
-from dataclasses import replace
+import weakref
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import Any
 
 from tutti.cluster import Duration, parse_duration
+from tutti.coordination.member import confirm
 from tutti.errors import ConfigError
 from tutti.launch import mpi
 from tutti.launch.control_plane import member_of_run, wait_for_ranks
@@ -38,7 +41,7 @@ from tutti.strategies import parse
 from tutti.transports import Membership, SingleRankTransport, SocketTransport, Transport
 from tutti.transports.base import DEFAULT_TIMEOUT, NO_LIMIT
 from tutti.transports.hosts import levelled
-from tutti.world import World, current_world, set_world
+from tutti.world import CheckpointSettings, World, current_world, set_world
 
 _world_numbers = count()
 """Numbers of the worlds that this process opens one after the other."""
@@ -100,8 +103,16 @@ def _join(timeout: Duration | None, transport: str | None) -> World:
         me = membership.peers[membership.rank]
         numbers = (membership.rank, membership.size, environment.local_rank, me.host)
         tolerate_loss = SupervisorPipe().tolerate_loss
-        world = World(*numbers, joined, leave=membership.leave, tolerate_loss=tolerate_loss, status=member.table)
+        world = World(
+            *numbers,
+            joined,
+            leave=membership.leave,
+            tolerate_loss=tolerate_loss,
+            confirm=partial(confirm, member),
+            status=member.table,
+        )
         _leave_at_exit(world)
+    world = replace(world, checkpoints=_checkpoint_settings())
     # `tutti run --strategy` overrules what the script asks for, without a change to the script.
     if "TUTTI_STRATEGY" in os.environ:
         world = replace(world, strategy=parse(os.environ["TUTTI_STRATEGY"]))
@@ -132,33 +143,51 @@ def _leave_at_exit(world: World) -> None:
     """
     # The hook runs before exit handlers, and before Python waits for threads: others learn of a failure at once.
     before = sys.excepthook
-    check = UndistributedCheck(world)
-    world.at_close.append(check.closed)
-    _undistributed.append(check)
+    check, reference = UndistributedCheck(world), weakref.ref(world)
+    world.at_close.append(lambda: atexit.unregister(world.close))
+    world.at_close.append(lambda: _end.mistakes.extend(filter(None, [check.closed()])))
 
     def failed(*error: Any) -> None:
-        _undistributed.clear()  # The script has an error to report already.
-        world.leave()
+        _end.failed = True
+        # Weak: other hooks may be on top of this one, so it stays, and must not keep a world that was closed.
+        if (still_there := reference()) is not None:
+            still_there.leave()
         before(*error)
 
     sys.excepthook = failed
     atexit.register(world.close)
 
 
-_undistributed: list[UndistributedCheck] = []
-"""Checks of all worlds of this process."""
+@dataclass
+class _ScriptEnd:
+    """How the script of this process ends."""
+
+    failed: bool = False
+    """Whether it has an error to report already."""
+    mistakes: list[str] = field(default_factory=list)
+    """What it did wrong with the worlds that it has closed."""
+
+
+_end = _ScriptEnd()
 
 
 def _exit_status() -> None:
     """End the process with status 1 if it has trained without the others. It runs after other exit handlers."""
-    if mistake := next(filter(None, (check.mistake() for check in _undistributed)), ""):
-        print(f"ConfigError: {mistake}", file=sys.stderr, flush=True)
+    if _end.mistakes and not _end.failed:
+        print(f"ConfigError: {_end.mistakes[0]}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)  # A handler cannot set the status in another way.
 
 
 # Here, and not in `init`: handlers run in the reverse order, and those of the user must not be left out.
 atexit.register(_exit_status)
+
+
+def _checkpoint_settings() -> CheckpointSettings:
+    """Return what `tutti run --checkpoint-every` and `--grace` say."""
+    grace = parse_duration(os.environ.get("TUTTI_GRACE", "30s"), "TUTTI_GRACE").total_seconds()
+    every = os.environ.get("TUTTI_CHECKPOINT_EVERY")
+    return CheckpointSettings(every, grace, SupervisorPipe().saves_when_stopped)
 
 
 def _timeout_from_environment() -> timedelta:

@@ -22,6 +22,9 @@ Programs that call `torch.distributed.init_process_group` need a store of torch'
 has imported torch, else by one that the fork server makes. If that one ends before the workers, the run is over as
 after a failure: ranks would wait for their whole timeout.
 
+When the user or a scheduler ends the run (Ctrl-C, SIGTERM), workers that have announced that they save their state get
+SIGTERM and the time for it, while their output is still passed on. A second Ctrl-C ends that.
+
 Stopping sends SIGTERM to the process groups that run, waits `_GRACE_S`, then sends SIGKILL to every group, those of
 ended workers included, so that children which a worker left behind end too. Each worker is the leader of its own
 session, so its number is also that of its group. Whatever interrupts that, the connection to the fork server is
@@ -34,6 +37,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +50,7 @@ from tutti.launch.diagnosis_line import DiagnosisLine
 from tutti.launch.fork_client import ForkedProcess, describe_status
 from tutti.launch.lab import namespaces
 from tutti.launch.lab.placement import ProcessPlacement
+from tutti.launch.out_of_memory import oom_kills, suspected_oom
 from tutti.launch.output import RankOutput
 from tutti.launch.start import Process, Program, StoreProcess, WorkerStarter, common_environment
 from tutti.launch.supervisor_pipe import Inbox, Watcher
@@ -77,24 +82,29 @@ class _Worker:
     inbox: Inbox = field(default_factory=Inbox)
     ended_at: float | None = None
     evicted: str | None = None
-    """Why the coordinator goes on without it, if it does while its process is still there."""
+    """How it was lost, as the predicate of a sentence, if the coordinator goes on without it because it was silent."""
+    oom_kills_before: int = 0
+    """Processes that the kernel had killed for want of memory when it was started."""
 
     def reason(self) -> str | None:
         """How it failed; None if it runs, or ended well."""
-        # What the worker itself reported says more than the status that it exits with afterwards.
-        if self.inbox.failure is not None:
-            return self.inbox.failure.reason
+        # What the worker itself reported says more than the status that it exits with afterwards. But one that was cut
+        # off reports that the others are gone.
+        failure = self.inbox.failure
+        if failure is not None and not (self.evicted is not None and failure.knock_on):
+            return failure.reason
         if self.evicted is not None:
-            return f"was killed by the launcher: {self.evicted}"
+            return self.evicted
         status = self.process.poll()
         if status is None or status == 0:
             return None
-        return self.process.describe_end() if isinstance(self.process, ForkedProcess) else describe_status(status)
+        end = self.process.describe_end() if isinstance(self.process, ForkedProcess) else describe_status(status)
+        return end + (suspected_oom(self.oom_kills_before) if status == -signal.SIGKILL else "")
 
     @property
     def knocked_on(self) -> bool:
         """Whether it failed only because another rank did."""
-        return self.inbox.failure is not None and self.inbox.failure.knock_on
+        return self.evicted is None and self.inbox.failure is not None and self.inbox.failure.knock_on
 
 
 class Supervisor:
@@ -142,6 +152,10 @@ class Supervisor:
             if self._starter.channel is not None:
                 self._selector.register(self._starter.channel, selectors.EVENT_READ)
             self._watch_until_ended()
+        except BaseException:  # Ctrl-C and signals: failures of workers are no exceptions here.
+            self.diagnosis.clear()
+            _let_save(self._workers, self._read)
+            raise
         finally:
             self._stop()
         self._raise_first_failure()
@@ -186,7 +200,7 @@ class Supervisor:
             for _, writer in pipes:
                 os.close(writer)
         outputs = {file: RankOutput(rank, is_stderr=file == err) for file in (out, err)}
-        worker = _Worker(rank, process, pipe, outputs)
+        worker = _Worker(rank, process, pipe, outputs, oom_kills_before=oom_kills())
         for file in (out, err, pipe):
             self._selector.register(file, selectors.EVENT_READ, worker)
         return worker
@@ -227,9 +241,14 @@ class Supervisor:
         while self._coordinator.evicted:
             description, reason = self._coordinator.evicted.popleft()
             worker = self._workers[description.rank] if 0 <= description.rank < len(self._workers) else None
-            if worker is not None and worker.process.pid == description.pid and worker.ended_at is None:
-                worker.evicted = reason
+            if worker is None or worker.process.pid != description.pid:
+                continue
+            if worker.ended_at is None:
+                worker.evicted = f"was killed by the launcher: {reason}"
                 _signal_group(worker.process.pid, signal.SIGKILL)
+            elif worker.knocked_on and "was silent" in reason:
+                # Cut off, it took the others for lost a moment before they gave it up.
+                worker.evicted = f"is lost: {reason}"
 
     def _read(self, seconds: float) -> None:
         """Handle what has come from workers and from the fork server; wait `seconds` for it at most."""
@@ -268,6 +287,7 @@ class Supervisor:
         deadline = time.monotonic() + _CAUSE_S
         while failed and all(worker.knocked_on for worker in failed) and time.monotonic() < deadline:
             self._read(_POLL_S)
+            self._kill_evicted()
             failed += [worker for worker in self._newly_ended() if self._watched_reason(worker)]
         for worker in sorted(failed, key=lambda worker: (worker.inbox.tolerates_loss, worker.knocked_on)):
             if self._first_failed is None and worker.inbox.tolerates_loss:
@@ -378,8 +398,7 @@ class Supervisor:
         first = self._failure()
         if first is None:
             return
-        for each in self.diagnosis.last:
-            print(f"tutti: when it failed: {each}", file=sys.stderr)
+        self.diagnosis.report_failure()
         # Ranks that failed only because of the first one get a line each; the error to raise is that of the first
         # alone.
         for worker in self._workers:
@@ -401,6 +420,23 @@ class Supervisor:
         if self._lost and all_lost and (first is None or first.knocked_on):
             return next((worker for worker in self._lost if not worker.knocked_on), self._lost[0])
         return first
+
+
+def _let_save(workers: list[_Worker], read: Callable[[float], None]) -> None:
+    """Ask workers that save their state to do so and to end, and `read` their output meanwhile."""
+    saving = [worker for worker in workers if worker.inbox.grace_s and worker.process.poll() is None]
+    if not saving:
+        return
+    grace_s = max(worker.inbox.grace_s for worker in saving)
+    note = f"tutti: stopping after a last checkpoint, within {grace_s:g} s (Ctrl-C again: at once)"
+    print(note, file=sys.stderr, flush=True)
+    for worker in saving:
+        # To itself alone: without the workers of its DataLoader it could not go on to its next checkpoint.
+        with suppress(ProcessLookupError):
+            os.kill(worker.process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline and any(worker.process.poll() is None for worker in saving):
+        read(_POLL_S)
 
 
 def _signal_group(group: int, sign: signal.Signals) -> None:

@@ -2,8 +2,8 @@
 
 How it works. Each worker has one pipe, on which it writes and the supervisor reads; nothing goes the other way. A
 message is a header (one byte for its kind, eight for its length) and a payload. The kinds: progress (JSON numbers for
-the watcher), a failure (JSON), the result of the function (pickled), and whether the run tolerates the loss of this
-worker (JSON).
+the watcher), a failure (JSON), the result of the function (pickled), whether the run tolerates the loss of this worker
+(JSON), and how long it needs to save its state when it is stopped (JSON).
 
 Only one process of a worker writes at a time; a message larger than the pipe is written in parts, while the supervisor
 reads. The supervisor never waits for a message to be complete: `Inbox.feed` keeps the part that has come. The end of
@@ -42,7 +42,7 @@ _reporter: ContextVar[Callable[[dict[str, Any]], None] | None] = ContextVar("tut
 # Little-endian, without padding: 9 bytes.
 _HEADER = struct.Struct("<cQ")
 
-_TOLERATES_LOSS, _FAILED, _PROGRESS, _RESULT = b"E", b"F", b"P", b"R"
+_TOLERATES_LOSS, _FAILED, _PROGRESS, _RESULT, _SAVES = b"E", b"F", b"P", b"R", b"S"
 
 
 class Failure(NamedTuple):
@@ -73,6 +73,10 @@ class SupervisorPipe:
         """
         if _reporter.get() is None:  # A simulation must not speak for the process it runs in.
             self._send(_TOLERATES_LOSS, json.dumps(yes).encode())
+
+    def saves_when_stopped(self, grace_s: float) -> None:
+        """Announce that this worker saves its state after SIGTERM, for which it needs `grace_s` seconds at most."""
+        self._send(_SAVES, json.dumps(grace_s).encode())
 
     def failed(self, failure: Failure) -> None:
         """Report that this worker's code failed."""
@@ -107,6 +111,8 @@ class Inbox:
         self.tolerates_loss = False
         self.ever_tolerated_loss = False
         """Whether it tolerated its loss at any time, even if it took that back."""
+        self.grace_s = 0.0
+        """Seconds that it gets to save its state when it is stopped."""
         self.failure: Failure | None = None
         self.result: Any = None
 
@@ -126,6 +132,8 @@ class Inbox:
                 self.ever_tolerated_loss |= self.tolerates_loss
             elif kind == _FAILED:
                 self.failure = Failure(**json.loads(payload))
+            elif kind == _SAVES:
+                self.grace_s = json.loads(payload)
             elif kind == _PROGRESS:
                 progress.append(json.loads(payload))
             else:

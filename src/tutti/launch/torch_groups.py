@@ -6,7 +6,6 @@ own.
 """
 
 import sys
-from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -22,9 +21,6 @@ from tutti.transports import Membership, SingleRankTransport, SocketTransport, T
 from tutti.transports.base import TransportWrapper
 from tutti.transports.hosts import shared_where_possible
 from tutti.world import current_world
-
-_num_opened: Counter[str] = Counter()
-"""How often this process opened a group of each name. The store may still hold keys of the earlier ones."""
 
 
 def open_group(options: Any) -> GroupConnection:
@@ -56,11 +52,12 @@ def open_group(options: Any) -> GroupConnection:
 
 def _rendezvous(options: Any, numbers: list[int]) -> Membership:
     """Wait for the ranks of the group."""
-    # torch numbers groups alike on all ranks, so all count alike too.
-    _num_opened[options.group_id] += 1
     rank, size = options.group_rank, options.group_size
+    # The store may still hold keys of an earlier group of the same name. It counts them, and not this process, which
+    # need not have been in all of them.
+    number = options.store.add(f"tutti/opened by {rank}", 1)
     address, port = _address(options.store)
-    key = f"tutti/{_num_opened[options.group_id]}"
+    key = f"tutti/{number}"
     member, scope = member_through(options.store, key, numbers[rank], rank == 0, options.timeout)
     membership = _with_global_ranks(wait_for_ranks(member, scope, rank, size, options.timeout), numbers)
     environment = RankEnvironment("torch.distributed", rank, size, 0, address, port)

@@ -50,11 +50,11 @@ class UndistributedCheck:
             "or leave out tutti.init() if they are meant to be separate."
         )
 
-    def closed(self) -> None:
-        """The world is closed: optimisers that step from now on are none of its business."""
-        self._handle.remove()
-        self._is_forgotten = bool(self._num_steps) and not self._communicates and not self._is_distributed()
+    def closed(self) -> str:
+        """The world is closed: optimisers that step from now on are none of its business.
 
-    def mistake(self) -> str:
-        """Return what to tell if this process has trained and never communicated; nothing otherwise."""
-        return self._message() if self._is_forgotten else ""
+        Returns what to tell if this process has trained and never communicated; nothing otherwise.
+        """
+        self._handle.remove()
+        is_forgotten = bool(self._num_steps) and not self._communicates and not self._is_distributed()
+        return self._message() if is_forgotten else ""

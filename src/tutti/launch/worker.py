@@ -42,8 +42,15 @@ def main() -> None:
             raise
         pipe.failed(describe_failure(error))
         sys.stderr.flush()
+        _finish_checkpoints()
         # Not through the interpreter's own exit: threads of a broken run must not hold it up.
         os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _finish_checkpoints() -> None:
+    """Let checkpoints that were taken before the failure reach the disk; the supervisor ends that after its notice."""
+    if (background := sys.modules.get("tutti.checkpoint.background")) is not None:
+        background.wait_for_all()
 
 
 def _run_script(argv: list[str]) -> None:
@@ -72,6 +79,8 @@ def _run_function(file: int) -> Any:
 
 def _serve_store(address: str, port: int, listener: int) -> None:
     """Serve the store through which ranks meet, on a socket that listens already, until this process is killed."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # As sent to all processes of a job, which may still need it.
+        signal.signal(number, signal.SIG_IGN)
     connections = select.poll()  # select.select takes no file whose number is 1024 or more.
     connections.register(listener, select.POLLIN)
     # Ended by the first rank that connects, or by the kernel with the parent.

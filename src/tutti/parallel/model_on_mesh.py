@@ -15,17 +15,19 @@ fails on one rank, that rank abandons what it has made, which closes its channel
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from tutti.codecs import Cast
 from tutti.errors import ConfigError
 from tutti.parallel.branch import Branches
+from tutti.parallel.evaluation_check import EvaluationCheck
 from tutti.parallel.groups import broadcast, device_mesh, process_group
 from tutti.parallel.load_refusal import LoadRefusal
 from tutti.parallel.mesh import Axis, Mesh
@@ -39,10 +41,10 @@ from tutti.parallel.pipeline.step import Loss, PipelineStep
 from tutti.parallel.replica_gradients import ReplicaGradients
 from tutti.parallel.same_batch import SameBatchCheck
 from tutti.parallel.same_copies import SameCopiesCheck
+from tutti.parallel.split_state import SplitNames
 from tutti.parallel.tensor.plan import TensorPlan, nothing_split_mistakes, tensor_plan
 from tutti.replica import HookedReplica
 from tutti.replica.batchnorm import SyncedBatchNorm
-from tutti.replica.gathered import gather_state as gather_states
 from tutti.simulation import operator_clock
 from tutti.strategies import Strategy
 from tutti.transports import SingleRankTransport, Transport
@@ -54,9 +56,6 @@ _WHOLE_TENSOR_OPTIMIZERS = {
     "Adafactor", "LAMB", "LARS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo", "SparseAdam",
 }  # fmt: skip
 """Optimisers, torch's and others', that are not element-wise, so that they would be wrong along `tensor`."""
-
-_SPLIT = "tensor={tensor} x pipe={pipe}"
-"""The name of a split in a saved state."""
 
 
 class ModelOnMesh:
@@ -120,10 +119,9 @@ class ModelOnMesh:
 
             group = self._resources.enter_context(process_group(self._axis_transports["tensor"]))
             devices = self._resources.enter_context(device_mesh(group, self._device.type))
-            # In a pipeline `PipelineStep` compares batches, which only the first stage would see here.
-            check_batch = SameBatchCheck(self._replica_transport) if mesh.pipe == 1 else None
+            check = self._forward_check(group, transport)
             self._sharded = [
-                ShardedModel(stage, styles, devices, optimizer, check_batch) for stage in self._local_stages.values()
+                ShardedModel(stage, styles, devices, optimizer, check) for stage in self._local_stages.values()
             ]
             self._resources.enter_context(implicit_replication())
             _share_random_state(group, self._device)
@@ -141,6 +139,22 @@ class ModelOnMesh:
         if mesh.tensor * mesh.pipe > 1:
             refusal = LoadRefusal(model, optimizer, transport.world_rank)
             self._resources.callback(refusal.close)
+
+    def _forward_check(self, group: dist.ProcessGroup, transport: Transport) -> Callable[[Any], None]:
+        """Return what compares a forward pass, given its inputs, between the ranks along `tensor`."""
+        # In a pipeline `PipelineStep` compares batches, which only the first stage would see here.
+        if self.mesh.pipe > 1:
+            return lambda inputs: None
+        check_batch = SameBatchCheck(self._replica_transport)
+        if transport.cluster is not None or self._device.type == "meta":
+            return check_batch
+        check_evaluation = EvaluationCheck(group, self._device)
+
+        def check(inputs: Any) -> None:
+            check_batch(inputs)
+            check_evaluation()
+
+        return check
 
     def _normalise_along_data(self) -> None:
         """Let `SyncedBatchNorm` layers count each sample once: ranks along `tensor` have the same ones."""
@@ -174,43 +188,42 @@ class ModelOnMesh:
         return any(sharded.is_sharded(parameter) for sharded in self._sharded)
 
     @contextmanager
-    def full_model(self, optimizer: bool) -> Iterator[None]:
-        """Within it every rank has the whole model, and the state of the `optimizer` if asked. Collective."""
+    def full_model(self, optimizer: bool, keep_changes: bool = False) -> Iterator[None]:
+        """Within it every rank has the whole model, and the state of the `optimizer` if asked. Collective.
+
+        With `keep_changes` what is loaded in it, the same on every rank, is split again at its end.
+        """
         with ExitStack() as stack:
             # Shards first: stages then send full parameters. ExitStack undoes them in reverse.
             for sharded in self._sharded:
-                stack.enter_context(sharded.full_model(optimizer))
+                stack.enter_context(sharded.full_model(optimizer, keep_changes))
             if self._staged is not None:
                 stack.enter_context(self._staged.full_model(optimizer))
             yield
 
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the states of all ranks that hold a replica together, for one of them to save. Collective."""
-        parts = gather_states(state, self._replica_transport)
-        return {"parts": parts, "of": self._split_name} if len(parts) > 1 else state
+        """Return the state of the whole model, from those of all ranks that hold a replica together. Collective."""
+        return self._split_names.gather(state, self._replica_transport)
 
     def local_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of what `gather_state` returned.
-
-        Raises `ConfigError` for the state of a model that was split otherwise.
-        """
-        # A state without parts is that of a model that was not split.
-        parts, split_name = state.get("parts", [state]), state.get("of", _SPLIT.format(tensor=1, pipe=1))
-        if not any(parts):  # A strategy without state: it continues with any split.
-            return {}
-        if split_name != self._split_name:
-            raise ConfigError(
-                f"this state was saved with {split_name}, and this model is split with {self._split_name}. Use the "
-                "same mesh and Pipeline(cut=...), or load only the model and the optimiser, before distribute."
-            )
-        part: dict[str, Any] = parts[self._replica_transport.rank]
+        """Return this rank's part of a state of the whole model, saved on any mesh or on none."""
+        if self.mesh.tensor * self.mesh.pipe == 1:
+            return state
+        part: dict[str, Any] = self._split_names.cut(state)
         return part
 
     @property
-    def _split_name(self) -> str:
-        """Identifies the split in a saved state: parts of another split belong to other parameters."""
-        cut = "" if self._staged is None else f", cut {self._staged.cut}"
-        return _SPLIT.format(tensor=self.mesh.tensor, pipe=self.mesh.pipe) + cut
+    def trained_shapes(self) -> dict[str, list[int]]:
+        """The shapes of all trained parameters of the whole model, in the order of names."""
+        shapes = {} if self._staged is None else self._staged.shapes
+        full = {p: shard.shape for sharded in self._sharded for p, shard in sharded.shards.items()}
+        trained = sorted((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+        return {name: list(full.get(p, shapes.get(p, p.shape))) for name, p in trained}
+
+    @property
+    def _split_names(self) -> SplitNames:
+        shards = {p: shard for sharded in self._sharded for p, shard in sharded.shards.items()}
+        return SplitNames(self.model, self.local_module, shards)
 
     def close(self) -> None:
         """Give every rank the whole model, and release it. Collective."""

@@ -22,6 +22,8 @@ class ProgressReports:
     def __init__(self, job: Job, epochs: int, steps_per_epoch: int, samples_per_epoch: int) -> None:
         self._job, self._steps_per_epoch, self._samples_per_epoch = job, steps_per_epoch, samples_per_epoch
         self._total_steps = epochs * steps_per_epoch
+        self._steps_before = job.steps
+        """Steps before the checkpoint from which the run continues."""
         transport = job.world.transport
         self._simulated = transport.cluster is not None
         self._supervisor = SupervisorPipe()
@@ -50,6 +52,7 @@ class ProgressReports:
         metrics = self._job.metrics
         self._last_s = self._now()
         epoch = metrics.steps / self._steps_per_epoch
+        new_epochs = epoch - self._steps_before / self._steps_per_epoch
         ages = metrics.strategy.get("staleness")  # Counts of updates by age: the mean age is reported.
         if ages:
             values["staleness"] = round(sum(age * count for age, count in ages.items()) / sum(ages.values()), 3)
@@ -59,7 +62,7 @@ class ProgressReports:
             step=metrics.steps,
             total_steps=self._total_steps,
             seconds=float(f"{self._last_s - self._start_s:.6g}"),
-            samples_per_s=round(epoch * self._samples_per_epoch / metrics.seconds, 1),
+            samples_per_s=round(new_epochs * self._samples_per_epoch / metrics.seconds, 1),
             bytes_sent=metrics.bytes_sent,
             waiting_share=round(metrics.waiting_share, 4),
             **values,

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from math import nan
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from tutti.collectives import native
-from tutti.data import GlobalBatches, shard
+from tutti.data import GlobalBatches, ShardedLoader, shard
 from tutti.job import Job, distribute
 from tutti.launch import init
 from tutti.recipes import Recipe, collate, recipe
@@ -55,6 +55,10 @@ class TrainingConfig:
     """Learning rate. Default: the recipe's. "auto" changes it by the rules of the strategy and of the batch size."""
     double: bool = False
     """Whether to train in float64, in which runs on different numbers of workers can be compared closely."""
+    checkpoints: str | None = None
+    """Folder of the run's checkpoints: training continues from the newest, if there is one. None to write none."""
+    checkpoint_every: str = "5m"
+    """How often to write one: a number of steps, or a time. One more is written at the end."""
 
 
 @dataclass(frozen=True)
@@ -106,16 +110,14 @@ def train(config: TrainingConfig) -> TrainingResult:
     warmup = _set_rate(optimizer, config, training_recipe, world, epochs * num_samples)
     # 2. Training, with each rank's part of every global batch.
     with distribute(model, optimizer, config.strategy, world=world) as job:
-        sampler = GlobalBatches(
-            num_samples, config.batch_size or training_recipe.batch_size, job.world.size, config.seed
-        )
-        batches = shard(DataLoader(splits.train, batch_sampler=sampler, collate_fn=collate), world=job.world)
-        # The sampler yields the parts of all ranks, so a step is as many of them as there are ranks.
-        reports = ProgressReports(job, epochs, len(sampler) // sampler.num_parts, num_samples)
-        steps_s = 0.0
-        for epoch in range(1, epochs + 1):
+        batches, steps_per_epoch = _batches(splits.train, config, training_recipe, job.world)
+        checkpoints = _Checkpoints(config, job, [part for part in (batches, warmup) if part is not None])
+        reports = ProgressReports(job, epochs, steps_per_epoch, num_samples)
+        # The steps are those of the run that is continued.
+        steps_before, steps_s, loss, accuracy = job.steps, 0.0, torch.tensor(nan), nan
+        for epoch in batches.epochs(epochs):
             start_s = world.transport.now()
-            for x, y in batches:
+            for x, y in epoch:
                 loss = training_recipe.loss(model(_in_precision(x, config.double)), y)
                 job.watch(loss)  # Before backward, whose exchange stops all ranks if the loss is not finite.
                 loss.backward()
@@ -124,16 +126,19 @@ def train(config: TrainingConfig) -> TrainingResult:
                 if warmup is not None:
                     warmup.step()
                 reports.step(loss)
+                checkpoints.step()
             steps_s += world.transport.now() - start_s
-            accuracy = _evaluate_epoch(evaluation, job, reports, loss, last=epoch == epochs)
+            accuracy = _evaluate_epoch(evaluation, job, reports, loss, last=batches.epoch == epochs)
             # Equal on all ranks under a synchronous strategy, so all of them leave here. NaN never is large enough.
             if config.until is not None and accuracy >= config.until:
                 break
+        if job.steps == steps_before:  # A run that had ended before it was continued.
+            accuracy = _evaluate_epoch(evaluation, job, reports, loss, last=True)
+        checkpoints.end()
         # Read before the job ends, whose clean-up sends messages of its own.
         metrics, synchronous, is_leader = job.metrics, job.strategy.synchronous, job.is_leader
     # 3. The final accuracy.
-    if not synchronous and is_leader:
-        # Leaving the job brought the parameters of all ranks together: only now are they the final ones.
+    if not synchronous and is_leader:  # Leaving the job brought the parameters of all ranks together.
         accuracy = evaluation.accuracy()
         reports.evaluation(loss, accuracy)
     return TrainingResult(
@@ -143,14 +148,48 @@ def train(config: TrainingConfig) -> TrainingResult:
         steps=metrics.steps,
         lr=float(optimizer.param_groups[0]["lr"]),
         momentum=optimizer.param_groups[0].get("momentum"),
-        samples=epoch * num_samples,
+        samples=round((batches.epoch - steps_before / steps_per_epoch) * num_samples),
         seconds=metrics.seconds,
-        step_s=steps_s / metrics.steps,
+        step_s=steps_s / max(1, metrics.steps - steps_before),
         bytes_sent=metrics.bytes_sent,
         waiting_share=metrics.waiting_share,
         strategy_metrics=metrics.strategy,
         parameters=torch.cat([p.detach().reshape(-1) for p in model.parameters()]),
     )
+
+
+def _batches(
+    data: MapDataset, config: TrainingConfig, training_recipe: Recipe, world: World
+) -> tuple[ShardedLoader, int]:
+    """This rank's part of every global batch, and the number of steps of an epoch."""
+    size = config.batch_size or training_recipe.batch_size
+    sampler = GlobalBatches(len(data), size, world.size, config.seed)
+    loader = DataLoader(data, batch_sampler=sampler, collate_fn=collate)
+    # The sampler yields the parts of all ranks, so a step is as many of them as there are ranks.
+    return cast(ShardedLoader, shard(loader, world=world)), len(sampler) // sampler.num_parts
+
+
+class _Checkpoints:
+    """Checkpoints of a run, if it is to have any."""
+
+    def __init__(self, config: TrainingConfig, job: Job, parts: list[Any]) -> None:
+        """Continue from the newest one. Collective."""
+        self._config, self._job, self._parts = config, job, parts
+        self._extra = {"config": {**asdict(config), "checkpoints": None}}
+        # All ranks are on one machine, and see the same folder.
+        if config.checkpoints is not None and any(Path(config.checkpoints).glob("step-*")):
+            job.restore(config.checkpoints, *parts)
+
+    def step(self) -> None:
+        """Write a checkpoint if one is due. Collective."""
+        if self._config.checkpoints is not None:
+            every = self._config.checkpoint_every
+            self._job.checkpoint(self._config.checkpoints, *self._parts, every=every, extra=self._extra)
+
+    def end(self) -> None:
+        """Write the last one. Collective."""
+        if self._config.checkpoints is not None:
+            self._job.checkpoint(self._config.checkpoints, *self._parts, extra=self._extra)
 
 
 def _set_rate(

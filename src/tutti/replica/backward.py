@@ -36,7 +36,7 @@ from torch.autograd import Variable
 
 from tutti.collectives import broadcast_json
 from tutti.errors import ConfigError
-from tutti.replica.buckets import Slot
+from tutti.replica.buckets import Bucket, Slot
 from tutti.replica.factors import FactoredLayer, Pair
 from tutti.replica.step_checks import unfrozen
 
@@ -148,8 +148,23 @@ class BackwardPass:
                     layer.hand_over()
             # Copies gradients that autograd made outside the bucket, before the exchange reads it.
             self._kept += bucket.fill()
+            if replica.owed:
+                self._add_owed(bucket)
             self._next_bucket += 1
             replica.listener.bucket_ready(bucket)
+
+    def _add_owed(self, bucket: Bucket) -> None:
+        """Add what a codec of the run before had not sent, once."""
+        for number, slot in enumerate(bucket.slots):
+            if (owed := self._replica.owed.pop(slot.name, None)) is not None:
+                slot.view.add_(owed.to(slot.view))
+                bucket.has_grad[number] = 1
+                if slot.tensor.grad is None:
+                    slot.tensor.grad = slot.view
+                # The factors of this pass are not all of the gradient.
+                for layer in self._replica.factored:
+                    if layer.slot is slot:
+                        layer.pairs = []
 
     def finish(self) -> None:
         """End the pass: hand over what is left, wait for the exchange, and give the model its gradients."""

@@ -240,6 +240,8 @@ class HookedReplica(Replica):
                     "different steps. End the context before the last backward pass of a step."
                 )
             self.exchange_gathered()
+        if self.owed and self._scope != "gradients" and not self.step_is_void:
+            self.add_owed()
         # After the exchange, and not of a step that a GradScaler skips.
         if self.checks is not None and not self.step_is_void:
             self.checks.before_step()
@@ -267,6 +269,7 @@ class HookedReplica(Replica):
         self.steps += 1
         if self.step_is_void:
             self.show_gradients()
+        self._sample_counts.commit()  # A void step has used its samples too: they do not come again.
         try:
             self.listener.after_step()
         except RankLost as error:

@@ -105,6 +105,8 @@ class Replica(ABC):
         """Names of parameters that are not exchanged for the time being, and have no gradient after backward."""
         self.in_consensus = False
         """Whether the model holds the consensus parameters of all ranks, and not those that this rank trains."""
+        self.restoring = False
+        """Whether `job.restore` loads the model and the optimiser, so that nobody else need notice."""
         self.steps = 0
         """Steps of the optimiser so far."""
         self.compute_clock: GradientClock | None = None
@@ -113,8 +115,12 @@ class Replica(ABC):
         """Handles a `GradScaler`, where `p.grad` is this rank's own gradient. A strategy that needs it sets it."""
         self.step_is_void = False
         """Whether the present step of the optimiser must change nothing, because a `GradScaler` has found an inf."""
+        self.owed: dict[str, Tensor] = {}
+        """Gradients by parameter that this rank adds to its next ones: a codec of the run before had not sent them."""
         self.marks: GradientMarks | None = None
         """Notices gradients that are changed after backward. A strategy that needs it sets it."""
+        self.bucket_bytes = 0
+        """About how many bytes a bucket has, from when it is next cut on."""
         self._memories: dict[Kind, Memory] = {}
         self._hidden: list[tuple[Tensor, Tensor]] = []
         """Parameters and the gradients that `hide_gradients` took from them."""
@@ -130,7 +136,7 @@ class Replica(ABC):
         Gradients of fewer elements than `exact_below`, and what is not a gradient, are in their exact part.
         """
         self.transport = transport
-        self._bucket_bytes = bucket_bytes
+        self.bucket_bytes = bucket_bytes
         # One piece of memory per device and dtype. It is collective where the memory is shared: all ranks map it.
         kinds: dict[Kind, list[Slot]] = {}
         for slot in [*self.slots, *self.statistics]:
@@ -155,6 +161,13 @@ class Replica(ABC):
         for tensor, gradient in self._hidden:
             tensor.grad = gradient
         self._hidden.clear()
+
+    def add_owed(self) -> None:
+        """Add what a codec of the run before had not sent to the gradients of this step, once."""
+        for slot in self.slots:
+            if (owed := self.owed.pop(slot.name, None)) is not None:
+                owed = owed.to(slot.tensor)
+                slot.tensor.grad = owed if slot.tensor.grad is None else slot.tensor.grad + owed
 
     @abstractmethod
     def take_samples(self) -> float:
@@ -208,7 +221,7 @@ class Replica(ABC):
         slots = [
             slot for slot in self.slots if slot.name not in self.exchanged_as_factors and slot.name not in self.left_out
         ]
-        self.buckets = cut_buckets((slots, self.statistics), self._memories, self._bucket_bytes)
+        self.buckets = cut_buckets((slots, self.statistics), self._memories, self.bucket_bytes)
         for slot in self.slots:
             if slot.name in self.exchanged_as_factors and not self.sizes_only:
                 slot.view = zeros_like(slot.tensor)

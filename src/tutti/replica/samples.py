@@ -25,6 +25,10 @@ class SampleCounts:
         """Batches given out so far."""
         self.num_samples = 0
         """Samples in the last of them."""
+        self.num_exchanged = 0
+        """Batches that had been given out when gradients were last exchanged."""
+        self.num_committed = 0
+        """Batches that had been given out when an optimiser last took a step: they are used."""
         self.shard: list[int] = [-1] * len(SHARD_SETTINGS)
         """Settings of the data that a training loop draws from, as `SHARD_SETTINGS`; -1 for what is not known."""
         self.models: WeakSet[nn.Module] = WeakSet()
@@ -39,6 +43,24 @@ class SampleCounts:
         if torch.is_grad_enabled():
             self.num_batches += 1
             self.num_samples = num_samples
+
+    def commit(self) -> None:
+        """Record that an optimiser has taken a step, or a void one, with the batches that were given out."""
+        self.num_committed = self.num_batches
+
+    def commit_void_steps(self) -> None:
+        """Record steps that were skipped, of which no optimiser tells: their batches are used, as those of others.
+
+        A `GradScaler` calls no step if a gradient is not finite. Such a gradient is still there, or `zero_grad` has
+        dropped it: that of a step to come, which exchanged it, would be there and finite. All ranks find the same,
+        since they have the same gradients.
+        """
+        if self.num_committed >= self.num_exchanged or not self.models:
+            return
+        grads = [parameter.grad for model in self.models for parameter in model.parameters()]
+        values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads if grad is not None]
+        if not values or not all(bool(value.isfinite().all()) for value in values):
+            self.num_committed = self.num_exchanged
 
     def record_shard(self, num_samples: int, batch_size: int | None, drop_last: bool, seed: int) -> None:
         """Record that an epoch of sharded data begins. Under no_grad it is for evaluation, and does not count."""
@@ -128,6 +150,7 @@ class Contribution:
         """Return the weight of the exchange that starts now: the last one again, where nothing new was counted."""
         self.backward()
         self.num_exchanges += 1
+        self._sample_counts.num_exchanged = self._num_seen
         # A second backward through the same graph has no forward pass of its own.
         weight = self.last_weight if self._counted is None else self._counted
         weight = weight if self._stated is None else self._stated

@@ -31,7 +31,7 @@ from tutti.codecs import (
     parse_codec,
     print_codec,
 )
-from tutti.collectives import ALGORITHMS, measure_collectives, native_all_reduce
+from tutti.collectives import ALGORITHMS, Collective, CollectiveChoice, measure_collectives, native_all_reduce
 from tutti.cost import CommunicationCost, Placement, Profile
 from tutti.errors import ConfigError, DifferentCalls, NonFiniteLoss, WeightRefused
 from tutti.events import EXCHANGE, Event
@@ -187,7 +187,16 @@ class AllReduceExchange(Exchange):
         codec = None if alone else strategy.codec
         if codec is not None and isinstance(transport, SharesMemory) and not isinstance(transport, HostsTransport):
             transport = transport.inner  # Packets travel in messages.
-        self._mean = _mean_over(replica, transport, strategy, codec)
+        self._choice: CollectiveChoice | None = None
+        """The measured algorithms, of which the cheapest one is taken for each bucket."""
+        self._saved_algorithms: dict[str, str] = {}
+        if codec is None and strategy.algorithm == "cheapest" and replica.device_types <= {"cpu", "meta"}:
+            self._choice = measure_collectives(transport)
+        self._mean = (
+            _mean_over(replica, transport, strategy, codec)
+            if self._choice is None
+            else CollectiveMean(transport, self._algorithm)
+        )
         # A single rank sends nothing. It keeps residuals from a checkpoint of several ranks for a later one.
         self._unused_state: dict[str, Any] = {}
         self._parts = (
@@ -256,32 +265,48 @@ class AllReduceExchange(Exchange):
         return {"skipped": skipped / total if total else 0.0}
 
     def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = dict(self._unused_state)
+        if self.transport.size > 1 and self.replica.arranged:
+            # The order of parameters in buckets: a resumed run then cuts the same ones, and rounds the same sums alike.
+            state["order"] = [slot.name for slot in self.replica.slots]
+        if self._choice is not None:
+            state["algorithms"] = {str(n): self._algorithm(n).name for n in self._bucket_sizes}
         if self._converged is not None:
-            # The order of parameters in buckets: a resumed run then cuts the same ones.
-            order = [slot.name for slot in self.replica.slots] if self.replica.arranged else None
-            return {"converged": {"order": order, **self._converged.state_dict()}}
+            state["converged"] = self._converged.state_dict()
         if isinstance(self._mean, CompressedMean):
-            return {"residuals": self._mean.state_dict()}
-        return self._unused_state
+            state["residuals"] = self._mean.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> set[str]:
-        used = set()
+        used = {"order", "algorithms"}
+        if self.transport.size > 1 and "order" in state:
+            # First: what follows belongs to the buckets of this order.
+            self.replica.arrange(state["order"])
+        self._saved_algorithms = dict(state.get("algorithms", {}))
         if self._converged is not None and "converged" in state:
-            used = {"converged"}
+            used.add("converged")
             self._converged.load_state_dict(state["converged"])
-            if state["converged"]["order"] is not None:
-                # The order first: `leave_out` cuts buckets anew in whatever order holds by then.
-                self.replica.arrange(state["converged"]["order"])
             self.replica.leave_out(self._converged.left_out)
-        elif isinstance(self._mean, CompressedMean) and "residuals" in state:
-            used = {"residuals"}
-            self._mean.load_state_dict(state["residuals"])
-        elif self.transport.size == 1:
+        if isinstance(self._mean, CompressedMean) and "residuals" in state:
+            used.add("residuals")
+            self.add_to_gradient(self._mean.load_state_dict(state["residuals"]))
+        if self.transport.size == 1:
             # A single rank exchanges nothing, but its checkpoint may be resumed on several: the state is passed on
             # unchanged.
             self._unused_state = {name: state[name] for name in state.keys() & self._parts}
-            used = set(self._unused_state)
+            used |= self._unused_state.keys()
         return set(state) - used
+
+    @property
+    def _bucket_sizes(self) -> set[int]:
+        return {bucket.flat.nbytes for bucket in self.replica.buckets}
+
+    def _algorithm(self, num_bytes: int) -> Collective:
+        """Return the algorithm for so many bytes: the one of a run that this one continues, or the cheapest."""
+        assert self._choice is not None
+        saved = self._saved_algorithms.get(str(num_bytes))
+        named = [each.collective for each in self._choice.candidates if each.collective.name == saved]
+        return named[0] if named else self._choice.best(num_bytes)
 
     def _start_waiting(self) -> None:
         """Start the all-reduce of every bucket that waited for the weights."""
@@ -332,11 +357,8 @@ def _mean_over(replica: Replica, transport: Transport, strategy: AllReduce, code
     algorithm = strategy.algorithm
     if codec is not None:
         return CompressedMean(replica, transport, codec)
-    # On GPUs there is nothing to measure: NCCL alone sums there without a copy to the host.
-    if algorithm == "cheapest" and not replica.device_types <= {"cpu", "meta"}:
-        algorithm = "native"
-    if algorithm == "cheapest":
-        return CollectiveMean(transport, measure_collectives(transport).best)
+    # "cheapest" on GPUs, where there is nothing to measure: NCCL alone sums there without a copy to the host.
+    algorithm = "native" if algorithm == "cheapest" else algorithm
     # The transport's own mean, then the backend's own sum, then the algorithms of `tutti.collectives`: the first that
     # there is.
     if algorithm == "native" and isinstance(transport, Averages):

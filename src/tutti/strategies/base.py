@@ -23,10 +23,11 @@ from tutti.replica import Bucket, FactoredLayer, Replica
 from tutti.replica.state import share_buffers
 from tutti.strategies.compatibility import ADDED_SUMS, COMMON, OWN_SUMS, WORKS, Support
 from tutti.strategies.rates import SAME_RATE, LearningRateRule
+from tutti.strategies.resumable import Resumable
 from tutti.transports import Transport
 
 
-class Exchange:
+class Exchange(Resumable):
     """A strategy at work on one replica: it answers the events of training.
 
     An exchange reads the time from its transport and waits only through its transport, so that the same code runs in
@@ -129,22 +130,6 @@ class Exchange:
     def close(self) -> None:
         """Detach from the model. Not collective. Idempotent."""
         return None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what must be saved, in addition to model and optimiser, to resume exactly. Collective.
-
-        Parts by name: "residuals", "converged", "optimizer", "block" and "block_residuals" are those of Tutti's
-        strategies. A part holds tensors by the parameters' names, and plain values. It says nothing about buckets and
-        algorithms, so that a strategy with the same part can resume from it.
-        """
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> set[str]:
-        """Resume from the parts of `state` that this strategy has, and return the names of the others. Collective.
-
-        `state` is what `state_dict` returned, under this strategy or another one, for the same model.
-        """
-        return set(state)
 
 
 class Strategy(ABC):

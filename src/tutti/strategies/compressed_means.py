@@ -19,13 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.codecs import Codec, print_codec
+from tutti.codecs import Codec
 from tutti.collectives import butterfly, native
 from tutti.collectives.compressed import STAGE_BOUNDARY, CompressedSum, ReductionContext, compressed_sum_for
 from tutti.collectives.hierarchical import broadcast_within, sum_within
 from tutti.collectives.mean import weigh
 from tutti.replica import Bucket, Replica
-from tutti.strategies.compressed_state import CodecMemory, compressed_slots, parameter_sizes
+from tutti.strategies.compressed_state import (
+    CodecMemory,
+    collect_sums,
+    compressed_slots,
+    distribute_to_sums,
+    encoding_ranks,
+    owed,
+)
 from tutti.strategies.means import agree_by_messages, start_sharing_weights, when_filled
 from tutti.transports import HostsTransport, Transport, Work
 from tutti.transports.base import CompletedWork, Operation
@@ -128,10 +135,9 @@ class CompressedMean:
         buckets = [bucket for bucket in self._replica.buckets if bucket.values.numel()]
         if self._across is None or all(bucket in self._sums for bucket in buckets):
             return
-        # Views of the old sums' tensors, which live until `distribute` has copied them.
-        memory = CodecMemory.collect(self._sums)
+        memory = collect_sums(self._sums)
         self._sums = {bucket: self._new_sum(bucket, self._across) for bucket in buckets}
-        memory.distribute(self._sums)
+        distribute_to_sums(memory, self._sums)
 
     def _new_sum(self, bucket: Bucket, across: Transport) -> CompressedSum:
         """Make the sum of a bucket, without state of earlier steps."""
@@ -142,26 +148,26 @@ class CompressedMean:
         return compressed_sum_for(self._codec)(self._codec, layout, bucket.values.numel(), context)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all ranks, by parameter, the same on every rank. Collective."""
+        """Return this rank's state by parameter, to be gathered from all ranks."""
         self._follow_buckets()
-        order = [slot.name for slot in self._replica.slots] if self._replica.arranged else None
-        memory = CodecMemory.collect(self._sums)
-        gathered = memory.gather(self._codec, parameter_sizes(self._replica.buckets), self._transport)
-        return {"codec": print_codec(self._codec), "order": order, **gathered}
+        return collect_sums(self._sums).state_dict(self._codec, self._share)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned, with any number of ranks, other buckets or another codec.
+    def load_state_dict(self, state: dict[str, Any]) -> dict[str, Tensor]:
+        """Continue from gathered states, with any number of ranks, other buckets or another codec.
 
-        What only the codec that saved it understands is left out, and so are residuals of parameters that are sent
-        exactly here.
+        Returns what the mean is owed of parameters that are not compressed here, the same on every rank. What only the
+        codec that saved it understands is left out.
         """
-        if state["order"] is not None:
-            self._replica.arrange(state["order"])
         self._follow_buckets()
-        # Residuals are plain numbers that any codec can go on from. The rest means something to its own codec only.
-        if state["codec"] != print_codec(self._codec):
-            state = {**state, "common": {}, "factors": {}}
-        CodecMemory.from_gathered(state, self._transport, two_levels=self._within is not None).distribute(self._sums)
+        ranks = encoding_ranks(self._transport, two_levels=self._within is not None)
+        memory = CodecMemory.inherited(state, self._codec, self._share, self._transport.rank, ranks)
+        distribute_to_sums(memory, self._sums)
+        compressed = [slot.name for bucket in self._replica.buckets for _, slot in compressed_slots(bucket)]
+        return owed(state, compressed)
+
+    @property
+    def _share(self) -> float:
+        return 1 / self._transport.size
 
 
 class _StagedWork(Work):

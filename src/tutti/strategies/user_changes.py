@@ -18,6 +18,7 @@ from tutti.errors import ConfigError
 from tutti.replica.buckets import Slot
 from tutti.replica.owned_hooks import OwnedHook
 from tutti.replica.replica import Replica
+from tutti.replica.value_samples import ValueSamples
 
 _NUM_COMPARED_BY_VALUE = 3
 """Steps after which values are compared. A script that changes parameters usually does so from the start."""
@@ -26,28 +27,27 @@ _NUM_COMPARED_BY_VALUE = 3
 class UserChanges:
     """Remembers parameters as the last step left them, and refuses others in the next forward pass with gradients.
 
-    A change in place gives a tensor another version. Changes through `p.data` do not, so values are compared as well in
-    the first passes. Where a script evaluates with other weights, values are kept from then on, because parameters that
-    were put back have another version too. For the first such evaluation there may be none: then other weights count as
-    put back as soon as the model holds anything else.
+    A change in place gives a tensor another version. Changes through `p.data` do not, so values are compared as well:
+    all of them in the first passes, and a sample later (`ValueSamples`). Where a script evaluates with other weights,
+    values are kept from then on, because parameters that were put back have another version too. For the first such
+    evaluation there may be none: then other weights count as put back if the sample is the same again, and the model
+    holds something else than in the evaluation.
     """
 
     def __init__(self, replica: Replica, rank: int, remedy: str) -> None:
-        """Watch the parameters of `replica`; `rank` is named in errors, which end with the `remedy`.
-
-        Without a remedy forward passes check nothing: the caller asks for what has `changed`.
-        """
+        """Watch the parameters of `replica`; `rank` is named in errors, which end with the `remedy`."""
         self._replica = ref(replica)  # Weak: the replica holds this through its listener.
         self._slots = replica.slots
         self._rank = rank
         self._remedy = remedy
         self._versions: list[int] | None = None
         self._values: list[Tensor] = []
+        self._samples = ValueSamples([slot.tensor for slot in replica.slots])
         self._num_records = 0
         self._evaluated: list[Tensor] = []
         """What the parameters were in an evaluation since the last step, if that is not what the step left."""
         self._keeps_values = False
-        self._handle = replica.model.register_forward_pre_hook(_CheckBeforeForward(self)) if remedy else None
+        self._handle = replica.model.register_forward_pre_hook(_CheckBeforeForward(self))
         self.record()
 
     def record(self, keep_values: bool = False) -> None:
@@ -57,6 +57,8 @@ class UserChanges:
         self._evaluated = []
         by_value = keep_values or self._keeps_values or self._num_records <= _NUM_COMPARED_BY_VALUE
         self._values = [slot.tensor.detach().clone() for slot in self._slots] if by_value else []
+        if not by_value:
+            self._samples.take()
 
     def changed(self) -> list[Slot]:
         """Return the parameters that are not as `record` found them. Asked once: Tutti may write them then."""
@@ -69,12 +71,14 @@ class UserChanges:
             return []
         if self._values:  # Values that are the same were put back, whatever their versions are.
             return [s for s, value in zip(self._slots, self._values, strict=True) if not _same(s.tensor, value)]
-        # Versions cost nothing to read, so they are compared in every step.
-        slots = zip(self._slots, self._versions, strict=True)
-        changed = [slot for slot, version in slots if slot.tensor._version != version]
+        # Versions and samples cost little to read, so they are compared in every step.
+        in_sample = [self._slots[index] for index in self._samples.changed()]
         evaluated = zip(self._slots, self._evaluated, strict=False)
         # One that is not what it was in the evaluation was put back; others may be equal in both.
-        return [] if any(not _same(slot.tensor, value) for slot, value in evaluated) else changed
+        if any(not _same(slot.tensor, value) for slot, value in evaluated):
+            return in_sample
+        versions = zip(self._slots, self._versions, strict=True)
+        return [slot for slot, version in versions if slot.tensor._version != version] or in_sample
 
     def before_forward(self) -> None:
         """Check before a forward pass with gradients; before an evaluation, note that there are other weights."""
@@ -97,8 +101,7 @@ class UserChanges:
 
     def close(self) -> None:
         """Remove the hook."""
-        if self._handle is not None:
-            self._handle.remove()
+        self._handle.remove()
 
 
 def record_loaded(changes: UserChanges | None) -> None:

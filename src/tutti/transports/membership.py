@@ -315,4 +315,7 @@ class ChannelMembership:
         return notices.get("aborted") or notices.get("closed")
 
     def _announce(self, kind: str, reason: str) -> None:
-        self.membership.member.notice(self._scope, kind, reason, self.membership.size)
+        membership = self.membership
+        # So that the channel is forgotten when the others have closed it, also if one of its ranks is lost.
+        some = [peer.process.id for peer in membership.peers] if membership.size < membership.num_in_scope else []
+        membership.member.notice(self._scope, kind, reason, membership.size, some)

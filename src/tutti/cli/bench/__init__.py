@@ -5,12 +5,16 @@ import typer
 from tutti.cli.bench.allreduce import allreduce
 from tutti.cli.bench.auto import auto
 from tutti.cli.bench.backend import backend
+from tutti.cli.bench.checkpoints import checkpoints
 from tutti.cli.bench.checks import checks
 from tutti.cli.bench.codecs import codecs
 from tutti.cli.bench.collectives import collectives
 from tutti.cli.bench.compression import compression
+from tutti.cli.bench.control import control
+from tutti.cli.bench.encryption import encryption
 from tutti.cli.bench.faults import faults
 from tutti.cli.bench.fidelity import fidelity
+from tutti.cli.bench.hostile import hostile
 from tutti.cli.bench.meshes import meshes
 from tutti.cli.bench.overhead import overhead
 from tutti.cli.bench.overlap import overlap
@@ -32,7 +36,11 @@ for _command in (
     checks,
     codecs,
     fidelity,
+    control,
     faults,
+    checkpoints,
+    hostile,
+    encryption,
     compression,
     strategies,
     plan,

@@ -96,7 +96,8 @@ class StagedModel:
         self._remote = [tensor for tensor, ranks in users.items() if transport.rank not in ranks]
         """Parameters and buffers that no stage of this rank uses."""
         # Kept, because a freed tensor has no shape left from which its memory could be allocated again.
-        self._shapes = {tensor: tensor.shape for tensor in self._owners}
+        self.shapes = {tensor: tensor.shape for tensor in self._owners}
+        """The shapes of all parameters and buffers of the model, before any was sharded or freed."""
         self._free_remote()
 
     @contextmanager
@@ -124,7 +125,7 @@ class StagedModel:
         if optimizer:
             self._gather_optimizer()
         for tensor in self._remote:
-            tensor.data = tensor.new_empty(self._shapes[tensor])  # Filled by the broadcasts below.
+            tensor.data = tensor.new_empty(self.shapes[tensor])  # Filled by the broadcasts below.
         # One owner after the other, and its tensors in one order: all ranks agree on which broadcast comes next.
         for rank in range(self._transport.size):
             for tensor in [tensor for tensor, owner in self._owners.items() if owner == rank]:
@@ -144,7 +145,7 @@ class StagedModel:
             if rank != self._transport.rank:
                 for number, entries in entries_of.items():
                     tensor = tensors[number]
-                    state[tensor] = _on_devices(entries, tensor, self._shapes[tensor], devices)
+                    state[tensor] = _on_devices(entries, tensor, self.shapes[tensor], devices)
 
     def _free_remote(self) -> None:
         """Free what no stage of this rank uses, and let calls of the whole model fail."""

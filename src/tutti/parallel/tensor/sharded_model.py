@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_map_only
 
 from tutti.errors import ConfigError
 from tutti.parallel.groups import broadcast
-from tutti.parallel.same_batch import SameBatchCheck
+from tutti.parallel.split_state import Shard
 from tutti.parallel.support import SUPPORT, together
 from tutti.parallel.tensor.gather_fallback import GatherFallbackMode, is_sharding_error
 from tutti.parallel.tensor.layers import Undo, parallelise, replicate, to_dtensors, to_full_tensors
@@ -56,15 +56,15 @@ class ShardedModel:
         styles: Mapping[nn.Module, ParallelStyle],
         mesh: DeviceMesh,
         optimizer: Optimizer,
-        check_batch: SameBatchCheck | None = None,
+        before_forward: Callable[[Any], None] = lambda inputs: None,
     ) -> None:
         """Shard the parameters and their optimiser state.
 
         Args:
             styles: the style of each layer; others are replicated.
-            check_batch: compares the model's inputs between ranks; None if that is done elsewhere.
+            before_forward: called with the model's inputs before every forward pass.
         """
-        self._model, self._mesh, self._optimizer, self._check_batch = model, mesh, optimizer, check_batch
+        self._model, self._mesh, self._optimizer, self._before_forward = model, mesh, optimizer, before_forward
         self._group: dist.ProcessGroup = mesh.get_group()
         self._styles: dict[str, ParallelStyle] = {
             name: styles.get(module, "replicate") for name, module in model.named_modules()
@@ -101,8 +101,11 @@ class ShardedModel:
         return parameter in self._specs and self._specs[parameter].dim is not None
 
     @contextmanager
-    def full_model(self, optimizer: bool) -> Iterator[None]:
-        """Within it every rank has the full model and computes alone; with optimiser state if asked. Collective."""
+    def full_model(self, optimizer: bool, keep_changes: bool = False) -> Iterator[None]:
+        """Within it every rank has the full model and computes alone; with optimiser state if asked. Collective.
+
+        With `keep_changes` full tensors that are loaded in it, the same on every rank, are sharded at its end.
+        """
         state = self._optimizer.state
         # Copies of the state's dictionaries: `_replace_tensors` puts full tensors into the optimiser's own.
         local = [
@@ -117,6 +120,11 @@ class ShardedModel:
                 parameter.data = self._gather(data, parameter)
         try:
             yield
+            if keep_changes:
+                local = [
+                    (p, data.copy_(self._shard(p.data, p)), grad, self._shard_state(p)) for p, data, grad, _ in local
+                ]
+                state = self._optimizer.state  # Another dict, if it was loaded.
         finally:
             # The shards were kept, so this needs no communication, and changes to full tensors are dropped.
             for parameter, data, grad, entries in local:
@@ -124,6 +132,27 @@ class ShardedModel:
                 if entries is not None:
                     state[parameter] = entries
             self._patch()
+
+    def _shard_state(self, parameter: nn.Parameter) -> dict[str, Any] | None:
+        """Return this rank's shard of the optimiser's state of a parameter that is full now; None if it has none."""
+        entries = self._optimizer.state.get(parameter)
+        return entries and {
+            key: self._shard(value, parameter)
+            if isinstance(value, Tensor) and value.shape == parameter.shape
+            else value
+            for key, value in entries.items()
+        }
+
+    @property
+    def shards(self) -> dict[nn.Parameter, Shard]:
+        """The shard that this rank has of each parameter that is sharded."""
+        rank, size, found = self._group.rank(), self._group.size(), {}
+        for parameter in self._sharded_parameters:
+            spec, shape = self._specs[parameter], self._full_shapes[parameter][0]
+            assert spec.dim is not None
+            local_shape = spec.shard(torch.empty(shape, device="meta"), rank, size).shape
+            found[parameter] = Shard(spec.dim, spec.num_blocks, tuple(shape), tuple(local_shape), rank, size)
+        return found
 
     @property
     def _sharded_parameters(self) -> list[nn.Parameter]:
@@ -160,8 +189,7 @@ class ShardedModel:
     @torch.compiler.disable  # It cannot follow DTensors in and out of the model, if that is compiled afterwards.
     def _sharded_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Take and return plain tensors, and compute on DTensors between."""
-        if self._check_batch is not None:
-            self._check_batch((args, kwargs))
+        self._before_forward((args, kwargs))
         # A setting of the thread, which `implicit_replication` holds as well, for backward passes.
         # Set again for every pass: another job of this thread may have ended and reset it.
         torch._C._set_dtensor_allow_implicit_replication(True)

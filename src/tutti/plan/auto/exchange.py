@@ -16,6 +16,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch import Tensor
 
 from tutti.plan.auto.controller import PlanController
 from tutti.replica import HookedReplica
@@ -111,6 +112,17 @@ class AutoExchange(Exchange):
         if chosen is not None and (strategy := parse(chosen)) != self.strategy:
             self.switch_to(strategy)
         return self.inner.load_state_dict({name: part for name, part in state.items() if name != "chosen"})
+
+    @property
+    def num_workers(self) -> int:
+        return self.inner.num_workers
+
+    @property
+    def gradient_share(self) -> float:
+        return self.inner.gradient_share
+
+    def add_to_model(self, changes: dict[str, Tensor]) -> None:
+        self.inner.add_to_model(changes)
 
 
 class _SwitchHook(OwnedHook):

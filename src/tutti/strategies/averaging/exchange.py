@@ -35,7 +35,6 @@ from tutti.collectives.compressed import STAGE_BOUNDARY
 from tutti.errors import NonFiniteLoss
 from tutti.events import EXCHANGE, Event
 from tutti.replica import Replica
-from tutti.replica.gathered import gather_state
 from tutti.replica.state import share_buffers
 from tutti.strategies.averaging.block_schedule import make_schedule
 from tutti.strategies.averaging.block_status import (
@@ -47,7 +46,7 @@ from tutti.strategies.averaging.block_status import (
 )
 from tutti.strategies.averaging.optimizer_state import OptimizerStateMean, reset
 from tutti.strategies.averaging.outer_optimizer import BlockParameters, OuterStep
-from tutti.strategies.averaging.saved_state import mean_parameters
+from tutti.strategies.averaging.saved_state import SavedBlock
 from tutti.strategies.base import Exchange
 from tutti.strategies.compressed_means import CompressedMean
 from tutti.strategies.means import CollectiveMean, when_filled
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
     from tutti.strategies.averaging.strategy import LocalSteps
 
 
-class BlockExchange(Exchange):
+class BlockExchange(SavedBlock, Exchange):
     """Runs local steps, and combines the ranks' changes at the end of every block."""
 
     def __init__(self, replica: Replica, transport: Transport, strategy: "LocalSteps", outer: OuterStep) -> None:
@@ -81,6 +80,7 @@ class BlockExchange(Exchange):
         self._optimizer_mean = OptimizerStateMean(replica, self._exact_mean) if averages_state else None
         # On a channel of its own: a status must not wait behind the sums of a pending exchange.
         self._status_exchange = StatusExchange(transport)
+        self._unused_state: dict[str, Any] = {}
         self._pending: Work | None = None
         self._local_parameters: list[list[Tensor]] = []  # Kept while `consensus` shows the mean.
         self._local_buffers: list[Tensor] = []
@@ -254,75 +254,6 @@ class BlockExchange(Exchange):
         self._synchronise(Intent.FINISH)
         self._set_to_mean()
         self._record(start_s)
-
-    # Checkpoints.
-
-    @torch.no_grad()
-    def state_dict(self) -> dict[str, Any]:
-        """Return the block's start, and each rank's parameters and optimiser, so that a block continues exactly."""
-        self._synchronise(Intent.SAVE)
-        start: dict[str, Tensor] = {}
-        velocity: dict[str, Tensor] = {}
-        local_parameters: dict[str, Tensor] = {}
-        # Inside `consensus` the model shows the mean, and the rank's own parameters are kept aside.
-        values = self._local_parameters or [parameters.tensors for parameters in self._parameters]
-        for parameters, local in zip(self._parameters, values, strict=True):
-            names = [slot.name for slot in parameters.bucket.slots]
-            starts, velocities = parameters.saved()
-            start.update(zip(names, starts, strict=True))
-            # Empty without momentum, and for running statistics.
-            velocity.update(zip(names, velocities, strict=False))
-            local_parameters.update(zip(names, local, strict=True))
-        optimizer = self.replica.optimizer.state_dict()
-        entry = {"own": local_parameters, "weight": self._weight, "steps": self._num_steps, "optimizer": optimizer}
-        # On every rank, so that any of them can save the checkpoint.
-        ranks = gather_state(entry, self._channel)
-        codec = None if self._compressed_mean is None else self._compressed_mean.state_dict()
-        self._since_s = self._channel.now()
-        block = {
-            "start": start,
-            "velocity": velocity,
-            "ranks": ranks,
-            "every": str(self._strategy.every),
-            "steps": self._schedule.num_steps,
-            "num_blocks": self._num_blocks,
-        }
-        return {"block": block} if codec is None else {"block": block, "block_residuals": codec}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> set[str]:
-        """Continue from `state`; with another number of ranks, from the mean of the saved ranks' parameters."""
-        self._synchronise(Intent.SAVE)  # No exchange of earlier blocks may be pending.
-        if "block" not in state:
-            return set(state)
-        block = state["block"]
-        ranks = block["ranks"]
-        # With more ranks than were saved, some start with the same optimiser state.
-        saved = ranks[self._channel.rank % len(ranks)]
-        self._begin_block()
-        # The same ranks go on in the middle of their block. Others begin a new block, from what all saved ranks
-        # together had.
-        if len(ranks) == self._channel.size:
-            local_parameters = saved["own"]
-            self._num_steps, self._weight = saved["steps"], saved["weight"]
-        else:
-            local_parameters = mean_parameters(ranks)
-        for parameters in self._parameters:
-            names = [slot.name for slot in parameters.bucket.slots]
-            parts = (block["start"], block["velocity"], local_parameters)
-            parameters.load(*([part[name] for name in names if name in part] for part in parts))
-        self._num_blocks = block["num_blocks"]
-        # With `every="auto"` the length of a block was found by measuring. It holds only if the option is still the
-        # same.
-        if block["every"] == str(self._strategy.every):
-            self._schedule.num_steps = block["steps"]
-        self.replica.optimizer.load_state_dict(saved["optimizer"])
-        used = {"block"}
-        if self._compressed_mean is not None and "block_residuals" in state:
-            self._compressed_mean.load_state_dict(state["block_residuals"])
-            used.add("block_residuals")
-        self._since_s = self._channel.now()
-        return set(state) - used
 
 
 def interleaved(operations: Iterable[Operation]) -> Operation:

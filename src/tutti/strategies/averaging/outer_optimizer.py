@@ -99,6 +99,13 @@ class BlockParameters:
         torch._foreach_copy_(self.tensors, self.starts)
         torch._foreach_add_(self.tensors, self._change)
 
+    def shift(self, changes: dict[str, Tensor]) -> None:
+        """Add changes, by parameter, to where the block started: they are no part of what this rank changes in it."""
+        for slot, start in zip(self.bucket.slots, self.starts, strict=True):
+            if slot.name in changes:
+                start.add_(changes[slot.name].to(start))
+        self._base.copy_(self.start)
+
     def saved(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return copies of the block's start and of the velocities, if there are any."""
         velocities = [] if self.velocity is None else self.bucket.views(self.velocity.clone())

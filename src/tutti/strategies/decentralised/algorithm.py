@@ -10,6 +10,7 @@ from torch import Tensor
 from tutti.replica import Replica
 from tutti.strategies.decentralised.averaging_rounds import AveragingRounds, RoundPurpose, RoundResult
 from tutti.strategies.decentralised.flat_model import FlatModel
+from tutti.strategies.decentralised.packets import UpdatePackets
 from tutti.strategies.decentralised.peer_group import PeerGroup
 from tutti.strategies.decentralised.wire import PeerMessageHeader
 from tutti.transports.base import Operation
@@ -68,7 +69,8 @@ class PeerAlgorithm(ABC):
 
     def add_change(self, change: Tensor) -> None:
         """Add what the user has changed since the last step; the next step adds it otherwise."""
-        raise AssertionError(f"{type(self).__name__} refuses changes by hand")
+        assert not self.adds_changes, "changes by hand are refused"
+        self._context.wait(self.shift(change))
 
     @abstractmethod
     def receive(self, peer: int, header: PeerMessageHeader, payload: Tensor | None) -> None:
@@ -101,6 +103,27 @@ class PeerAlgorithm(ABC):
     def set_waiting(self, waiting: bool) -> None:
         """Let peers go on as far as they can while this rank waits between two steps; afterwards, train on."""
         return None
+
+    # Checkpoints: between two steps, when all ranks have come to a round.
+
+    packets: UpdatePackets | None = None
+    """Encodes what this rank sends, where that may be compressed."""
+
+    @property
+    def own_values(self) -> tuple[Tensor, float] | None:
+        """This rank's values, flat, and their push-sum weight; None where all ranks have the same after a round."""
+        return None
+
+    def restart(self, values: Tensor, weight: float, clock: int) -> Operation:
+        """Continue from other values, of this weight, at a clock. A round follows, to which all ranks come."""
+        if not self._model.sizes_only:
+            self._context.base.copy_(values)
+        yield from ()
+
+    def shift(self, change: Tensor) -> Operation:
+        """Add a change to this rank's values."""
+        self._model.add(self._context.base, change)
+        yield from ()
 
     @abstractmethod
     def leave(self) -> None:

@@ -15,6 +15,7 @@ from tutti.strategies.decentralised.algorithm import PeerAlgorithm, PeerContext
 from tutti.strategies.decentralised.averaging_rounds import AveragingRounds, RoundPurpose, RoundResult
 from tutti.strategies.decentralised.flat_model import FlatModel
 from tutti.strategies.decentralised.peer_group import PeerGroup
+from tutti.strategies.decentralised.saved_state import SavedReplica
 from tutti.strategies.user_changes import UserChanges
 from tutti.transports import SharesMemory, Transport
 from tutti.transports.base import Operation
@@ -23,12 +24,8 @@ _BUCKET_BYTES = 4 * 2**20
 """Size of the buckets that `FlatModel` lays out one after another; codecs encode a bucket at a time."""
 
 
-class PeerExchange(Exchange):
-    """A rank among equals: no rank serves, and the others go on without a rank that is lost.
-
-    It has no state besides the model. A checkpoint is saved within `consensus`; what error feedback has not sent by
-    then is dropped.
-    """
+class PeerExchange(SavedReplica, Exchange):
+    """A rank among equals: no rank serves, and the others go on without a rank that is lost."""
 
     tolerates_loss = True
 
@@ -67,15 +64,16 @@ class PeerExchange(Exchange):
         """This rank's own values, while the model holds those of a consensus."""
         self._is_closed = False
         self._user_changes: UserChanges | None = None
-        """Notices changes by hand between steps; None in a dry run."""
+        """Refuses changes by hand between steps; None where they are taken along, and in a dry run."""
+        self._holds_own = not replica.sizes_only
+        """Whether the model may hold what the user has changed since Tutti wrote this rank's parameters."""
         self._bytes_sent_before = 0
         """Bytes sent until the end of the last step."""
         # Receiving begins before this rank sends: peers may be ahead, and their messages need a listener.
         group.start(self.algorithm)
         replica.listen(self, to="samples")
-        if not replica.sizes_only:
-            remedy = ADDED_CHANGES.text if self.algorithm.adds_changes else ""
-            self._user_changes = UserChanges(replica, transport.world_rank, remedy)
+        if self.algorithm.adds_changes and not replica.sizes_only:
+            self._user_changes = UserChanges(replica, transport.world_rank, ADDED_CHANGES.text)
         self.algorithm.start()
 
     def metrics(self) -> dict[str, Any]:
@@ -112,15 +110,19 @@ class PeerExchange(Exchange):
 
     def _expect_new_parameters(self) -> None:
         """Note that parameters are about to be written outside of a step, over what the user may have changed."""
-        if self._user_changes is None:
+        if not self._holds_own:
             return
-        if self.algorithm.adds_changes:
+        self._holds_own = False
+        if self._user_changes is not None:
             self._user_changes.check()
-        elif self._user_changes.changed():
-            self.algorithm.add_change(self.context.model.change_since(self.context.base))
+            return
+        change = self.context.model.change_since(self.context.base)
+        if self.context.model.changes_parameters(change):
+            self.algorithm.add_change(change)
 
     def _parameters_written(self) -> None:
         """Parameters were written by Tutti, which is no change by the user."""
+        self._holds_own = not self.replica.sizes_only
         if self._user_changes is not None:
             self._user_changes.record()
 
@@ -151,14 +153,19 @@ class PeerExchange(Exchange):
         if context.rounds.last_round > last_round and not context.group.is_over:
             algorithm.round_finished(context.rounds.result)
 
-    def consensus(self, optimizer: bool = False) -> None:
+    def _agree(self) -> Tensor:
+        """Take part in rounds until one has a mean, and return that, a full block. Nothing is under way then."""
         self._expect_new_parameters()
         # A round only regroups if any rank needs that: then there is no mean yet, and the next round makes it.
         while (result := self.run_round(RoundPurpose.AVERAGE)).purpose != RoundPurpose.AVERAGE:
             pass
         assert result.value is not None
+        return result.value
+
+    def consensus(self, optimizer: bool = False) -> None:
+        agreed = self._agree()
         self._local_values = self.context.model.to_full(self.context.base)
-        self.context.model.write_model_full(result.value)
+        self.context.model.write_model_full(agreed)
 
     def restore_local(self) -> None:
         if self._local_values is not None:

@@ -34,8 +34,10 @@ class FlatModel:
             self.num_bytes += align(bucket.flat.nbytes)
         # Buffers that cannot be averaged, such as counters: a round takes them from the lowest rank.
         averaged = {id(slot.tensor) for slot in replica.statistics}
-        self._other_buffers = [buffer for buffer in replica.model.buffers() if id(buffer) not in averaged]
-        self.num_full_bytes = self.num_bytes + sum(align(buffer.nbytes) for buffer in self._other_buffers)
+        self._other_buffers = {
+            name: buffer for name, buffer in replica.model.named_buffers() if id(buffer) not in averaged
+        }
+        self.num_full_bytes = self.num_bytes + sum(align(buffer.nbytes) for buffer in self._other_buffers.values())
         """Bytes of a full block."""
 
     def empty(self, num_bytes: int | None = None) -> Tensor:
@@ -85,13 +87,47 @@ class FlatModel:
             values.sub_(base_values)
         return change
 
+    def changes_parameters(self, change: Tensor) -> bool:
+        """Whether a change of the model's values, in flat memory, is one of parameters, and not of statistics alone."""
+        views = zip(self.buckets, self.bucket_views(change), strict=True)
+        return any(bucket.of_parameters and bool(values.any()) for bucket, values in views)
+
+    def named(self, memory: Tensor) -> dict[str, Tensor]:
+        """Return the values of parameters and running statistics in flat memory by name, as views."""
+        found: dict[str, Tensor] = {}
+        for bucket, values in zip(self.buckets, self.bucket_views(memory), strict=not self.sizes_only):
+            found |= {slot.name: view for slot, view in zip(bucket.slots, bucket.views(values), strict=True)}
+        return found
+
+    def from_named(self, values: dict[str, Tensor]) -> Tensor:
+        """Return flat memory with these values, and zeros where there are none."""
+        memory = self.empty()
+        for name, view in self.named(memory).items():
+            if name in values:
+                view.copy_(values[name])
+        return memory
+
+    def add(self, memory: Tensor, change: Tensor, factor: float = 1.0) -> None:
+        """Add a change, times a factor, to flat memory."""
+        for values, changes in zip(self.bucket_views(memory), self.bucket_views(change), strict=True):
+            values.add_(changes, alpha=factor)
+
+    def own_buffers(self, full: Tensor) -> dict[str, Tensor]:
+        """Return the buffers in a full block that are not averaged, by name, as copies."""
+        found, start = {}, self.num_bytes
+        for name, buffer in self._other_buffers.items() if not self.sizes_only else ():
+            values = full[start : start + buffer.nbytes].clone().view(buffer.dtype)
+            found[name] = values.view(buffer.shape)
+            start += align(buffer.nbytes)
+        return found
+
     def to_full(self, memory: Tensor) -> Tensor:
         """Return a full block: a copy of flat memory, and the model's other buffers behind it."""
         full = self.empty(self.num_full_bytes)
         if not self.sizes_only:
             full[: self.num_bytes] = memory
             start = self.num_bytes
-            for buffer in self._other_buffers:
+            for buffer in self._other_buffers.values():
                 # As bytes, because buffers have different dtypes, and one block holds them all.
                 full[start : start + buffer.nbytes] = buffer.detach().cpu().reshape(-1).view(torch.uint8)
                 start += align(buffer.nbytes)
@@ -104,7 +140,7 @@ class FlatModel:
             return
         self.write_model(full[: self.num_bytes])
         start = self.num_bytes
-        for buffer in self._other_buffers:
+        for buffer in self._other_buffers.values():
             values = full[start : start + buffer.nbytes].view(buffer.dtype)
             buffer.copy_(values.view(buffer.shape))
             start += align(buffer.nbytes)

@@ -66,13 +66,21 @@ class AsyncGossip(PeerAlgorithm):
         self._context.wait(self._add_step(self._model.change_since(self._context.base)))
         self._model.write_model(self._context.base)
 
-    def add_change(self, change: Tensor) -> None:
-        def add() -> Operation:
-            self._add(change)
-            self._copy_values()
-            yield from ()
+    def shift(self, change: Tensor) -> Operation:
+        self._add(change)
+        self._copy_values()
+        yield from ()
 
-        self._context.wait(add())
+    @property
+    def own_values(self) -> tuple[Tensor, float]:
+        return self._values, 1.0
+
+    def restart(self, values: Tensor, weight: float, clock: int) -> Operation:
+        self._num_steps = self._requested_at = clock
+        if not self._model.sizes_only:
+            self._values.copy_(values)
+        self._copy_values()
+        yield from ()
 
     def _add_step(self, change: Tensor) -> Operation:
         """Add a step's change to the values, and begin to average with a neighbour if no request is under way."""

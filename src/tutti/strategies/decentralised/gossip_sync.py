@@ -72,15 +72,20 @@ class SyncGossip(PeerAlgorithm):
             self._context.run_round(RoundPurpose.REGROUP)
         self._model.write_model(self._context.base)
 
-    def add_change(self, change: Tensor) -> None:
-        def add() -> Operation:
-            local = (self._model.bucket_views(each) for each in (self._values, self._context.base, change))
-            for values, base, changes in zip(*local, strict=True):
-                values.add_(changes, alpha=self._weight)
-                base.add_(changes)
-            yield from ()
+    def shift(self, change: Tensor) -> Operation:
+        self._model.add(self._values, change, self._weight)
+        yield from super().shift(change)
 
-        self._context.wait(add())
+    @property
+    def own_values(self) -> tuple[Tensor, float]:
+        return self._values, self._weight
+
+    def restart(self, values: Tensor, weight: float, clock: int) -> Operation:
+        self._weight, self._step = weight, clock
+        if not self._model.sizes_only:
+            self._values.copy_(values)
+            self._load_base()
+        yield from ()
 
     def _needs_regroup(self) -> bool:
         """Whether a rank of the topology is gone, or a peer waits in a round to regroup."""
@@ -93,7 +98,10 @@ class SyncGossip(PeerAlgorithm):
         sources = self.topology.sources(self._members.index(rank), self._step)
         factors = {self._members[index]: factor for index, factor in sources.items()}
         local_factor = factors.pop(rank, 0.0)
-        yield from self._group.wait_until(lambda: all(self._is_settled(peer) for peer in factors))
+        # A neighbour's values have arrived, or it is not waited for.
+        yield from self._group.wait_until(
+            lambda: all(self._is_absent(peer) or (self._round, self._step, peer) in self._received for peer in factors)
+        )
         received = {peer: self._received.get((self._round, self._step, peer)) for peer in factors}
         # The share of a neighbour that did not send is taken from this rank's values: factors still add up to 1.
         local_factor += sum(factor for peer, factor in factors.items() if received[peer] is None)
@@ -104,10 +112,6 @@ class SyncGossip(PeerAlgorithm):
         self._rounds.send_keep_alives()
         if not self._needs_regroup():  # Otherwise the round that follows sends, over the new topology.
             yield from self._send_values()
-
-    def _is_settled(self, peer: int) -> bool:
-        """Whether a neighbour's values have arrived, or it is not waited for."""
-        return self._is_absent(peer) or (self._round, self._step, peer) in self._received
 
     def _is_absent(self, peer: int) -> bool:
         """Whether a neighbour will send no values for this clock."""
@@ -124,7 +128,7 @@ class SyncGossip(PeerAlgorithm):
         """Mix values and push-sum weights, and add `change`; `mixed` has the factor, values and weight of each peer."""
         model = self._model
         others = [(factor, model.bucket_views(values)) for factor, values, _ in mixed if values is not None]
-        local_values, bases = model.bucket_views(self._values), model.bucket_views(self._context.base)
+        local_values = model.bucket_views(self._values)
         # Push-sum: the weight is mixed by the same factors as the values, so their quotient is unbiased.
         self._weight = local_factor * self._weight + sum(factor * weight for factor, _, weight in mixed)
         for index, (values, changes) in enumerate(zip(local_values, model.bucket_views(change), strict=True)):
@@ -133,8 +137,13 @@ class SyncGossip(PeerAlgorithm):
             for factor, peer_values in others:
                 values.add_(peer_values[index], alpha=factor)
             values.add_(changes)
-            # The model is the values divided by the weight, which is 1, but for rounding, if the graph is undirected.
-            bases[index].copy_(values / self._weight if self.topology.directed else values)
+        self._load_base()
+
+    def _load_base(self) -> None:
+        """Make `base` the values divided by the weight, which is 1, but for rounding, if the graph is undirected."""
+        views = self._model.bucket_views(self._values), self._model.bucket_views(self._context.base)
+        for values, base in zip(*views, strict=True):
+            base.copy_(values / self._weight if self.topology.directed else values)
 
     def _send_values(self) -> Operation:
         """Send this rank's values to the neighbours that mix them at this clock."""

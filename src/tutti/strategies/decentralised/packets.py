@@ -12,6 +12,7 @@ from tutti.codecs.scale_groups import ScaleGroups
 from tutti.collectives.compressed.messages import aligned, join, split
 from tutti.errors import PacketError
 from tutti.replica import Bucket
+from tutti.strategies.compressed_state import FlatStates, bucket_spans
 from tutti.strategies.decentralised.flat_model import FlatModel
 
 
@@ -20,7 +21,7 @@ class UpdatePackets:
 
     def __init__(self, model: FlatModel, codec: Codec | None, seed: int) -> None:
         """Encode by `codec`, or exactly if there is none; `seed` differs between ranks."""
-        self._model, self._codec = model, codec
+        self._model, self.codec = model, codec
         self._groups = [
             _scale_groups(bucket) if codec is not None and bucket.values.numel() else None for bucket in model.buckets
         ]
@@ -33,9 +34,15 @@ class UpdatePackets:
         ]
         """The codec's state of each bucket: what error feedback has not sent yet."""
 
+    @property
+    def codec_states(self) -> FlatStates:
+        """The codec's states, with the parameters in them."""
+        buckets = zip(self.states, self._model.buckets, strict=True)
+        return [(state, bucket_spans(bucket)) for state, bucket in buckets if state]
+
     def encode(self, change: Tensor) -> Tensor:
         """Return a packet of a flat change. With a codec, what it leaves out stays in its state."""
-        if self._codec is None:
+        if self.codec is None:
             return change
         if self._model.sizes_only:
             return self._model.empty(self._estimated_bytes())
@@ -48,7 +55,7 @@ class UpdatePackets:
             if (groups := self._groups[index]) is not None:
                 compressible = values[:numel].to(torch.float32)
                 # Only what the codec can compress; the bucket's small tensors (`values[numel:]`) are sent exactly.
-                packet, self.states[index] = self._codec.encode(compressible, self.states[index], groups=groups)
+                packet, self.states[index] = self.codec.encode(compressible, self.states[index], groups=groups)
             messages.append(join(packet, values[numel:]))
         lengths = torch.tensor([message.numel() for message in messages], device="cpu")
         # Every message begins at a multiple of 8 bytes, so that its exact values can be read in place.
@@ -62,7 +69,7 @@ class UpdatePackets:
         if self._model.sizes_only:
             return
         views = self._model.bucket_views(memory)
-        if self._codec is None:
+        if self.codec is None:
             # Checked before the views are cut: a peer with another model would otherwise fail deep inside torch.
             if packet.numel() != self._model.num_bytes:
                 raise PacketError(f"an update of {packet.numel()} bytes, wanted {self._model.num_bytes}")
@@ -73,7 +80,7 @@ class UpdatePackets:
 
     def _add_bucket(self, index: int, message: Tensor, values: Tensor) -> None:
         """Add the change of one bucket to its values, flat: [numel]. Raises `PacketError` if it is malformed."""
-        numel, codec = self._model.buckets[index].values.numel(), self._codec
+        numel, codec = self._model.buckets[index].values.numel(), self.codec
         assert codec is not None
         # `split` trusts the length, and this message comes from a peer.
         if message.numel() < aligned(values[numel:].nbytes):
@@ -107,11 +114,11 @@ class UpdatePackets:
 
     def _estimated_bytes(self) -> int:
         """Return the size of a packet, for a dry run."""
-        assert self._codec is not None
+        assert self.codec is not None
         total = 8 * len(self._groups)
         for bucket, groups in zip(self._model.buckets, self._groups, strict=True):
             total += aligned(bucket.exact.nbytes)
-            total += 0 if groups is None else aligned(self._codec.packet_bytes(bucket.values.numel(), groups))
+            total += 0 if groups is None else aligned(self.codec.packet_bytes(bucket.values.numel(), groups))
         return total
 
 

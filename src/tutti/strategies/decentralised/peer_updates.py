@@ -42,12 +42,13 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
     """Sends this rank's updates to all others, and applies theirs between its steps."""
 
     adds_changes = True
+    packets: UpdatePackets
 
     def __init__(self, context: PeerContext, strategy: "PeerUpdates") -> None:
         super().__init__(context)
         size = context.group.transport.size
         self._inbox_size = strategy.inbox
-        self._packets = UpdatePackets(self._model, strategy.codec, context.rank)
+        self.packets = UpdatePackets(self._model, strategy.codec, context.rank)
         self._routes = UpdateRoutes(strategy.graph, size)
         peers = [peer for peer in range(size) if peer != context.rank]
         self._inbox = UpdateInbox(peers)
@@ -71,9 +72,9 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
             # The last rank left: it trains alone, and its steps are exact.
             self._model.read_model(self._context.base)
             return
-        message = self._packets.encode(self._change())
+        message = self.packets.encode(self._change())
         # What was compressed, not what was computed: so this rank applies the same as all others.
-        self._packets.add(message, self._context.base)
+        self.packets.add(message, self._context.base)
         self._context.wait(self._publish(message))
         self._model.write_model(self._context.base)
 
@@ -145,7 +146,7 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
     def _apply(self, origin: int, message: Tensor) -> None:
         """Add an update to `base`; a malformed one makes its origin lost."""
         try:
-            self._packets.add(message, self._context.base)
+            self.packets.add(message, self._context.base)
         except PacketError as error:
             # Blamed on the origin, not on the peer that passed it on: those do not look into packets.
             self._group.lose(origin, f"it was dropped, having sent {error}")

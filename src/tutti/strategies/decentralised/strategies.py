@@ -31,8 +31,7 @@ class PeerUpdates(Strategy):
     divided by N.
 
     Args:
-        codec: compresses updates; None sends them exactly. What error feedback has not sent when a checkpoint is saved
-            is lost.
+        codec: compresses updates; None sends them exactly.
         graph: "all" sends updates directly to all ranks; along "ring", "torus", "exponential" or a `Graph`, ranks pass
             them on.
         inbox: how many updates a rank may be ahead of what every other rank has applied; then it waits.

@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from functools import partial
 from math import isnan, sqrt
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from tutti.errors import ConfigError, NonFiniteLoss
 from tutti.events import EXCHANGE, Event
@@ -37,6 +38,7 @@ from tutti.strategies.base import Exchange
 from tutti.strategies.parameter_server.forward_waits import ForwardWaits
 from tutti.strategies.parameter_server.optimizer_options import OptimizerOptions
 from tutti.strategies.parameter_server.push_timing import PushTiming
+from tutti.strategies.parameter_server.saved_state import ServedModel
 from tutti.strategies.parameter_server.shard_optimizer import reject_closure
 from tutti.strategies.parameter_server.support import SUPPORT
 from tutti.strategies.parameter_server.user_optimizer import UserOptimizerState
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from tutti.strategies.parameter_server.strategy import ParameterServer
 
 
-class ParameterServerWorker(Exchange):
+class ParameterServerWorker(ServedModel, Exchange):
     """Pushes gradients, keeps this rank's optimiser from stepping, and loads what the servers made."""
 
     # Only servers know whose updates a step is made of: workers learn of a lost one later, and at different times.
@@ -86,7 +88,7 @@ class ParameterServerWorker(Exchange):
             # Before the waits, whose hooks load parameters: hooks run in the order of registration.
             remedy = SUPPORT["changed parameters"].text
             self._user_changes = UserChanges(self.replica, self.transport.world_rank, remedy)
-            refuse = partial(refuse_optimizer_load, self.transport.world_rank)
+            refuse = partial(refuse_optimizer_load, self.transport.world_rank, ref(self.replica))
             self._handles.append(self.replica.optimizer.register_load_state_dict_pre_hook(refuse))
             self._forward_waits = ForwardWaits(self.replica, self._wait_for_slots) if self._strategy.overlap else None
         self.replica.listen(self, to="gradients")
@@ -216,11 +218,13 @@ class ParameterServerWorker(Exchange):
         self._unpushed.clear()
 
 
-def refuse_optimizer_load(rank: int, *_: Any) -> None:
+def refuse_optimizer_load(rank: int, replica: "ref[Replica]", *_: Any) -> None:
     """Raise `ConfigError`: the user loads a state into the optimiser. A hook of its `load_state_dict`."""
+    if (owner := replica()) is not None and owner.restoring:
+        return  # The exchange takes it over when it loads its own state.
     raise ConfigError(
         f"rank {rank}: optimizer.load_state_dict after tutti.distribute: servers hold the optimiser's state and would "
-        "not see it. Load the state before distribute."
+        "not see it. Load it before distribute, or use job.restore."
     )
 
 

@@ -15,7 +15,7 @@ How it works:
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tutti.cluster import Link
 from tutti.collectives import broadcast_json, measure_collectives
@@ -172,3 +172,26 @@ class PoseidonExchange(Exchange):
 
     def finish(self) -> None:
         self._buckets.finish()
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the choice of the first pass, so that a resumed run need not choose again, by other times."""
+        state = self._buckets.state_dict()
+        if self._watched is None:
+            state["methods"] = {"of": self._described, "methods": self.methods}
+            state["methods"]["bucket_bytes"] = self.replica.bucket_bytes
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> set[str]:
+        saved = state.get("methods")
+        if saved is not None and saved["of"] == self._described:
+            self.replica.bucket_bytes = saved["bucket_bytes"]
+            self._watched = None
+            self._follow(saved["methods"])
+        return self._buckets.load_state_dict(state) - {"methods"}
+
+    @property
+    def _described(self) -> str:
+        """The rule and the number of ranks that methods were chosen for."""
+        return f"{self._strategy.rule} on {self.transport.size} ranks"

@@ -30,6 +30,7 @@ from tutti.transports.gpu.process_groups import TorchProcessGroups
 from tutti.transports.membership import ChannelMembership, Membership
 from tutti.transports.sockets.messages import SocketReceive
 from tutti.transports.sockets.messenger import Messenger
+from tutti.transports.sockets.reception import Reception
 
 
 class _StagedReceive(Work):
@@ -143,6 +144,11 @@ class SocketTransport(Transport):
         from tutti.transports.shared_memory.transport import SharedMemoryTransport  # It imports a compiler: slow.
 
         return SharedMemoryTransport(self)
+
+    def listening(self) -> list[Reception]:
+        """The listening ports of this transport and its channels."""
+        own = [] if self.closed else [self._messenger.connections.reception]
+        return own + [port for channel in self._channels for port in channel.listening()]
 
     def on_progress(self, call: Callable[[], None]) -> None:
         """Call `call` after each wait for a message, and repeatedly during long waits in which data moves."""

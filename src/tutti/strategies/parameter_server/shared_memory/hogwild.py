@@ -25,6 +25,7 @@ from collections import Counter
 from functools import partial
 from math import isnan, sqrt
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from tutti.events import APPLY, EXCHANGE, PULL, READ, Event
 from tutti.replica import HookedReplica
 from tutti.replica.buckets import Slot, like
 from tutti.strategies.base import Exchange
+from tutti.strategies.parameter_server.saved_state import ServedModel
 from tutti.strategies.parameter_server.shard_optimizer import clip_factor, reject_closure
 from tutti.strategies.parameter_server.shared_memory.counters import CounterLayout
 from tutti.strategies.parameter_server.shared_memory.optimizer_state import SharedOptimizerState
@@ -45,6 +47,7 @@ from tutti.strategies.parameter_server.shared_memory.worker_registry import (
 )
 from tutti.strategies.parameter_server.support import SUPPORT
 from tutti.strategies.parameter_server.worker import refuse_optimizer_load
+from tutti.strategies.saved_state import PerRank, own_buffers
 from tutti.strategies.user_changes import UserChanges
 
 if TYPE_CHECKING:
@@ -54,7 +57,7 @@ if TYPE_CHECKING:
 _CACHE_LINE_BYTES = 64
 
 
-class HogwildWorker(Exchange):
+class HogwildWorker(ServedModel, Exchange):
     """One worker among those of a host, whose optimiser steps the shared parameters."""
 
     tolerates_loss = True
@@ -108,7 +111,7 @@ class HogwildWorker(Exchange):
         self._has_lock = False
         # A step writes all parameters and reads them back.
         self._bytes_per_step = 2 * sum(view.nbytes for view in self._shared_parameters)
-        refuse = partial(refuse_optimizer_load, transport.world_rank)
+        refuse = partial(refuse_optimizer_load, transport.world_rank, ref(replica))
         self._handles = [
             replica.optimizer.register_step_pre_hook(reject_closure),
             replica.optimizer.register_load_state_dict_pre_hook(refuse),
@@ -283,7 +286,7 @@ class HogwildWorker(Exchange):
                 state.update(_cloned(state))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the optimiser's state, by parameter."""
+        """Return a copy of the optimiser's state by parameter, and this worker's own buffers."""
         states: dict[str, Any] = {}
 
         # Run within the barrier, where no rank steps: otherwise tensors of one parameter could come from two steps.
@@ -293,12 +296,13 @@ class HogwildWorker(Exchange):
                 states[slot.name] = _cloned(state)
 
         self._registry.barrier(copy)
-        return {"optimizer": states}
+        return {"optimizer": states, "buffers": PerRank(own_buffers(self.replica))}
 
     def load_state_dict(self, state: dict[str, Any]) -> set[str]:
         """Start again from the model as it is on the leader, and from this state of the optimiser."""
+        self._load_buffers(state)
         if "optimizer" not in state:
-            return set(state)
+            return set(state) - {"buffers"}
         self._user_changes.changed()  # The model that the user has loaded is taken.
         # Copied before the barrier: the model of the rank that turns out to lead counts.
         parameters = [tensor.data.clone() for tensor in self._parameters]
@@ -321,7 +325,7 @@ class HogwildWorker(Exchange):
             self._read()
 
         self._registry.barrier(load_and_read)
-        return set(state) - {"optimizer"}
+        return set(state) - {"optimizer", "buffers"}
 
 
 def _cloned(state: dict[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from tutti.strategies.parameter_server.shared_memory.worker_registry import (
     WorkerRegistry,
 )
 from tutti.strategies.parameter_server.worker import ParameterServerWorker
+from tutti.strategies.saved_state import PerRank, own_buffers
 from tutti.strategies.user_changes import record_loaded
 
 if TYPE_CHECKING:
@@ -160,8 +161,8 @@ class SharedMemoryWorker(ParameterServerWorker):
         self.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimiser's state, by parameter."""
-        return {"optimizer": self._copy_states()}
+        """Return the optimiser's state by parameter, and this worker's own buffers."""
+        return {"optimizer": self._copy_states(), "buffers": PerRank(own_buffers(self.replica))}
 
     def _copy_states(self, call: str = STATE) -> dict[str, Any]:
         """Return a copy of the optimiser's state, by parameter, in a barrier of all workers."""
@@ -182,8 +183,9 @@ class SharedMemoryWorker(ParameterServerWorker):
 
     def load_state_dict(self, state: dict[str, Any]) -> set[str]:
         """Start again from the model as it is on the leader, and from this state of the optimiser."""
+        self._load_buffers(state)
         if "optimizer" not in state:
-            return set(state)
+            return set(state) - {"buffers"}
         self._expect_new_parameters(taken=True)
         # First of all: the waits below overwrite the model with the old shared values.
         images = [bucket.image() for bucket in self.replica.buckets]
@@ -193,4 +195,5 @@ class SharedMemoryWorker(ParameterServerWorker):
 
         self._wait_for_all()
         self._membership.barrier(lambda number: self._context.registry.run_on_leader(number, load))
-        return set(state) - {"optimizer"}
+        self.restore_local()  # Servers have the state now that `job.restore` may have loaded into the optimiser.
+        return set(state) - {"optimizer", "buffers"}

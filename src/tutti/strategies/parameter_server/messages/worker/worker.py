@@ -1,9 +1,7 @@
 """Worker that pushes and pulls by messages. `messages/worker/__init__.py` says how it works."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from tutti.events import PULL, Event
 from tutti.replica import Bucket, Replica
@@ -14,8 +12,8 @@ from tutti.strategies.parameter_server.messages.worker.context import WorkerCont
 from tutti.strategies.parameter_server.messages.worker.puller import ShardPuller
 from tutti.strategies.parameter_server.messages.worker.pusher import ShardPusher
 from tutti.strategies.parameter_server.messages.worker.requests import RequestSender
+from tutti.strategies.parameter_server.messages.worker.saved_state import SavedShards
 from tutti.strategies.parameter_server.messages.worker.shard import WorkerShard, make_worker_shard
-from tutti.strategies.parameter_server.worker import ParameterServerWorker
 from tutti.strategies.user_changes import record_loaded
 from tutti.transports import Transport
 from tutti.transports.base import Operation
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from tutti.strategies.parameter_server.strategy import ParameterServer
 
 
-class MessageWorker(ParameterServerWorker):
+class MessageWorker(SavedShards):
     """A worker of parameter servers, together with the server of its rank if that serves too."""
 
     def __init__(self, replica: Replica, transport: Transport, strategy: "ParameterServer") -> None:
@@ -165,45 +163,3 @@ class MessageWorker(ParameterServerWorker):
         # One after the other, though replies come in another order: each shard has its own tags.
         for shard in self._shards_by_server[server]:
             yield from self._puller.receive(shard)
-
-    # Checkpoints
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the servers' optimisers, by parameter."""
-        self.consensus()
-        states = self._requests.fetch_states(self.replica.slots)
-        self._pull_all(RequestKind.BARRIER)  # No worker pushes again before all have read.
-        return {"optimizer": states}
-
-    def load_state_dict(self, state: dict[str, Any]) -> set[str]:
-        """Make servers start again from the model as it is here, and from this state of the optimiser.
-
-        Each rank that serves loads its own server; dedicated servers are loaded by the leader.
-        """
-        if "optimizer" not in state:
-            return set(state)
-        self._expect_new_parameters(taken=True)
-        # Before the consensus, which loads the servers' old values into the model.
-        images = {bucket.index: bucket.image() for bucket in self.replica.buckets}
-        self.consensus()
-        works = [
-            self._channel.spawn(self._load_server(server, state, images))
-            for server in self._requests.servers
-            if server == self._rank or (self.is_leader and self._server is None)
-        ]
-        for work in works:
-            work.wait()
-        for shard in self._shards:
-            # With its old clock, this worker would ask for versions that the servers reach much later.
-            shard.clock = 0  # Servers start again from version 0.
-        # The rank that loads a server enters the barrier afterwards: so all have loaded when it completes.
-        self._pull_all(RequestKind.BARRIER)
-        record_loaded(self._user_changes)
-        return set(state) - {"optimizer"}
-
-    def _load_server(self, server: int, state: dict[str, Any], images: dict[int, Tensor]) -> Operation:
-        """Send a server the values of its shards, cut from `images` by bucket, and the state."""
-        shards = [shard.spec for shard in self._shards_by_server[server]]
-        values = {str(shard.index): images[shard.bucket_index][shard.bucket_range].clone() for shard in shards}
-        server_state = {"values": values, "optimizer": state["optimizer"]}
-        yield from self._requests.load_state(server, server_state, shards[0].index)

@@ -1,0 +1,59 @@
+"""`ShardedIterable`: the items of an iterable, in turn."""
+
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from tutti.data.cursor import Cursor
+from tutti.data.division import refuse_empty
+from tutti.data.in_turn import in_turn
+from tutti.data.rank_loader import draw_seed
+from tutti.data.saved_position import refusing_damage
+from tutti.data.sharded_data import ShardedData, refuse_servers
+from tutti.data.stream import Stream, best_places
+from tutti.world import World
+
+
+class ShardedIterable(ShardedData):
+    """The items of an iterable, which go to the ranks in turn. Every rank reads all of them and keeps its own."""
+
+    def __init__(self, items: Iterable[Any], world: World) -> None:
+        if isinstance(items, Sized) and not isinstance(items, DataLoader):
+            refuse_empty(len(items))
+        super().__init__(world, Cursor(world, "local", _description(items)))
+        self._stream = Stream(items)
+
+    def __iter__(self) -> Iterator[Any]:
+        refuse_servers(self._world)
+        cursor, stream, world = self._cursor, self._stream, self._world
+        iteration = cursor.start()
+        seed = cursor.worker_seed(lambda: draw_seed(stream.generator)) if stream.is_loader else None
+        first_unused = iteration.first * world.size + world.rank
+        first, items = stream.read(iteration.epoch, first_unused, cursor.stages, seed)
+        return in_turn(items, world, cursor, iteration, lambda item: item, first)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of all ranks in the data: the items whose steps were taken. Collective."""
+        cursor, num_ranks = self._cursor, self._world.size
+
+        def merge(values: dict[int, Any], positions: list[list[int]]) -> dict[str, Any]:
+            places = best_places([place for place in values.values() if place], positions, cursor.stages, num_ranks)
+            return {"places": [list(place) for place in places]}
+
+        place = self._stream.place(cursor.position[0], cursor.is_settled)
+        return cursor.state_dict(place, merge)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a position that `state_dict` returned; every rank loads it."""
+        self._cursor.load_state_dict(state)
+        with refusing_damage():
+            self._stream.load(state["places"])
+
+
+def _description(items: Iterable[Any]) -> dict[str, Any]:
+    """Return what must be the same when a position in an iterable is used: of most, nothing is known."""
+    description: dict[str, Any] = {"kind": "iterable"}
+    if isinstance(items, DataLoader):  # Its items are batches.
+        description["batch_size"] = items.batch_size
+    return description

@@ -1,0 +1,167 @@
+"""`ShardedLoader`: the batches of a DataLoader, divided between ranks."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from tutti.data.cursor import Cursor, Iteration, Keep
+from tutti.data.division import Batch, Remainder, divide_steps, form_steps, num_steps, refuse_empty, regroup
+from tutti.data.drawn_order import DrawnOrder
+from tutti.data.epoch_order import EpochOrder, SeededOrder, is_seeded
+from tutti.data.global_batches import GlobalBatches
+from tutti.data.global_order import GlobalOrder
+from tutti.data.rank_loader import RankLoader, draw_seed, rebuilt
+from tutti.data.sampler_state import set_generator
+from tutti.data.samplers import AllRanksSampler, undivided
+from tutti.data.saved_position import refusing_damage
+from tutti.data.sharded_data import ShardedData, loading, refuse_servers
+from tutti.data.stages import left_over
+from tutti.errors import ConfigError
+from tutti.world import World
+
+
+class ShardedLoader(ShardedData):
+    """The batches of a DataLoader, divided between ranks."""
+
+    def __init__(self, loader: DataLoader[Any], seed: int, keep: Keep, world: World) -> None:
+        if loader.batch_sampler is None:
+            raise ConfigError(
+                "shard: a DataLoader with batch_size=None cannot be divided between ranks; give it a batch_size."
+            )
+        refuse_empty(len(loader.dataset))  # type: ignore[arg-type]
+        refuse_empty(len(loader))
+        self._seed = seed
+        self._source = self._undivided(loader, world)
+        self._order = _order(self._source, seed, world)
+        super().__init__(world, Cursor(world, keep, _description(self._source, self._order, seed)))
+        self._rank_loader = RankLoader(loader)
+        self._num_steps = self._count_steps()
+
+    def __iter__(self) -> Iterator[Any]:
+        refuse_servers(self._world)
+        source, cursor = self._source, self._cursor
+        self._world.sample_counts.record_shard(len(source.dataset), source.batch_size, source.drop_last, self._seed)  # type: ignore[arg-type]
+        iteration = cursor.start()
+        batches = self._batches_of_rank(iteration.epoch)
+        worker_seed = cursor.worker_seed(lambda: draw_seed(source.generator))
+        return self._give_out(iteration, batches[iteration.first :], worker_seed)
+
+    def _give_out(self, iteration: Iteration, batches: list[Batch], worker_seed: int) -> Iterator[Any]:
+        """Yield the batches, and record the size of each when it is used."""
+        counts, cursor = self._world.sample_counts, self._cursor
+        # A rank that has no sample in a step loads some others, so that it can take part.
+        placeholder = next(filter(None, batches), self._placeholder)
+        loaded = self._rank_loader.load([batch or placeholder for batch in batches], worker_seed)
+        # Sizes are known from the indices, whatever the collate function makes of the samples.
+        for batch, item in zip(batches, loading(loaded, self._world.transport.activity), strict=True):
+            # Just before the batch is used: the loader's prefetching must not count batches ahead of time.
+            if batch or counts.in_training:
+                counts.record_batch(len(batch))
+                cursor.give_out(iteration)
+                yield item
+            else:  # Nobody waits for this rank: it would only see samples a second time.
+                cursor.give_out(iteration)
+        cursor.end(iteration)
+
+    def __len__(self) -> int:
+        """Number of steps of a whole epoch."""
+        return self._num_steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of all ranks in the data: the samples whose steps were taken. Collective."""
+        order, generator = self._order, self._source.generator
+
+        def merge(values: dict[int, Any], positions: list[list[int]]) -> dict[str, Any]:
+            # All ranks have drawn the same from the loader's generator, but for those that are epochs behind.
+            furthest = max(values, key=lambda rank: positions[rank][0])
+            own = {} if generator is None else {"loader_generator": values[furthest][1]}
+            return {**own, **order.merge({rank: value[0] for rank, value in values.items()}, positions)}
+
+        own = [order.own_state(self._cursor.position[0]), None if generator is None else generator.get_state()]
+        return order.complete(self._cursor.state_dict(own, merge), self._world)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a position that `state_dict` returned; every rank loads it."""
+        self._cursor.load_state_dict(state)
+        with refusing_damage():
+            if self._source.generator is not None and "loader_generator" in state:
+                set_generator(self._source.generator, state["loader_generator"])
+            self._order.load(state)
+        self._num_steps = self._count_steps()
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset of all ranks."""
+        return self._source.dataset
+
+    @property
+    def sampler(self) -> "ShardedLoader":
+        """This loader itself, for loops that call `loader.sampler.set_epoch(epoch)`."""
+        return self
+
+    def _undivided(self, loader: DataLoader[Any], world: World) -> DataLoader[Any]:
+        """Return the loader, or one of all ranks' samples if a `DistributedSampler` has divided them already."""
+        if (sampler := undivided(loader, self._seed, world)) is None:
+            return loader
+        batches: Any = loader.batch_sampler
+        batches.sampler.set_epoch = self.set_epoch  # A loop written for it still calls it.
+        return rebuilt(loader, sampler=sampler, batch_size=batches.batch_size, drop_last=batches.drop_last)
+
+    def _batches_of_rank(self, epoch: int) -> list[Batch]:
+        """Return this rank's share of the batches of an epoch, or of what earlier worlds left over of them."""
+        cursor, drop_last = self._cursor, self._drops_last
+        stages = [stage for stage in cursor.stages if stage.reached(epoch)]
+        num_parts = stages[0].num_parts if stages else cursor.num_parts
+        batches = self._order.batches(epoch, num_parts, cursor.position[0])
+        refuse_empty(len(batches))
+        self._placeholder = batches[0]
+        remainder = Remainder.DROP if drop_last else Remainder.SPLIT
+        for stage in stages:
+            columns = divide_steps(form_steps(batches, stage.num_parts, remainder), stage.num_ranks)
+            batches = [batch for batch in left_over(columns, stage, epoch) if batch]
+            if stage.num_parts != stage.num_ranks and self._source.batch_size is not None:
+                batches = regroup(batches, self._source.batch_size)  # Its ranks had batches of other sizes.
+            remainder = Remainder.PAD if drop_last else Remainder.SPLIT_OR_EMPTY
+        steps = form_steps(batches, cursor.num_parts, remainder)
+        if not stages:
+            refuse_empty(len(steps))
+        return divide_steps(steps, self._world.size)[self._world.rank]
+
+    @property
+    def _drops_last(self) -> bool:
+        return getattr(self._source.batch_sampler, "drop_last", False)
+
+    def _count_steps(self) -> int:
+        """Return the number of steps: exact for a sampler, the most there can be for a batch sampler of the user's."""
+        num_parts = self._cursor.num_parts
+        if self._source.batch_size is None:
+            return -(-len(self._source) // num_parts)  # Rounded up: a last, incomplete step may be joined.
+        if isinstance(sampler := self._source.sampler, AllRanksSampler):
+            sampler.num_ranks = num_parts
+        num_samples = len(self._source.sampler)  # type: ignore[arg-type]
+        steps = num_steps(num_samples, self._source.batch_size, self._drops_last, num_parts)
+        refuse_empty(steps)
+        return steps
+
+
+def _order(loader: DataLoader[Any], seed: int, world: World) -> EpochOrder:
+    """Return the order of a loader's batches."""
+    if is_seeded(loader):
+        return SeededOrder(loader, seed)
+    if type(loader.batch_sampler) is GlobalBatches:
+        return GlobalOrder(loader.batch_sampler)
+    return DrawnOrder(loader, world)
+
+
+def _description(loader: DataLoader[Any], order: EpochOrder, seed: int) -> dict[str, Any]:
+    """Return what must be the same when a position in the data of a loader is used."""
+    sampler = loader.sampler if isinstance(loader.sampler, AllRanksSampler) else loader.batch_sampler
+    return {
+        "kind": "DataLoader",
+        "number of samples": len(loader.dataset),  # type: ignore[arg-type]
+        "batch_size": getattr(loader.batch_sampler, "batch_size", None),
+        "drop_last": loader.drop_last,
+        "order": order.name,
+        "seed": sampler.seed if isinstance(sampler, AllRanksSampler | GlobalBatches) else seed,
+    }

@@ -1,0 +1,315 @@
+"""`JobCheckpoints`: the part of a job that saves all state of a run, and continues from it."""
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+from weakref import ref
+
+import torch
+
+from tutti.checkpoint.background import BackgroundWriter
+from tutti.checkpoint.interval import Every
+from tutti.checkpoint.storage import EncodedSnapshot
+from tutti.collectives.calls import Combine
+from tutti.coordination.activity import IDLE
+from tutti.errors import CheckpointError, ConfigError
+from tutti.job.checkpoints import signals
+from tutti.job.checkpoints.parts import load_parts, named_parts
+from tutti.job.checkpoints.random_state import random_state, set_random_state
+from tutti.job.checkpoints.restored import Restored, load_model, receive
+from tutti.job.checkpoints.schedule import CheckpointSchedule
+from tutti.job.checkpoints.signals import requested
+from tutti.job.checkpoints.snapshot import take
+from tutti.parallel.model_on_mesh import ModelOnMesh
+from tutti.replica import HookedReplica
+from tutti.strategies import Exchange
+from tutti.world import World
+
+if TYPE_CHECKING:
+    from tutti.job.handle import Job
+
+_log = logging.getLogger("tutti")
+
+WhenBusy = Literal["wait", "skip"]
+
+
+class JobCheckpoints:
+    """Checkpoints of a job. `Job` sets the fields."""
+
+    _checkpoints: "Checkpoints"
+
+    def checkpoint(
+        self,
+        run: str | PathLike[str],
+        *parts: Any,
+        every: Every | None = None,
+        extra: Mapping[str, Any] | None = None,
+        keep: int = 3,
+        when_busy: WhenBusy = "wait",
+    ) -> bool:
+        """Save all state of the run to a new folder in `run`; return whether one was taken. Collective.
+
+        Call it between two steps, on every rank. The state is copied at once and written in the background. It holds
+        the model, the optimiser, the strategy's state, random states, and the states of the `parts`.
+
+        Args:
+            run: the folder of the run's checkpoints. Only the first rank writes.
+            parts: objects with `state_dict` and `load_state_dict`: what `shard` returned, schedulers, a GradScaler.
+            every: take one only now and then: a number of steps, or a time such as "5m". `tutti run
+                --checkpoint-every` overrules it. When the process gets SIGTERM or SIGUSR1, one more is written, and the
+                program ends.
+            extra: values of your own, which `restore` returns.
+            keep: number of checkpoints that stay; older ones are deleted.
+            when_busy: whether to "wait" if the one before is still being written, or to "skip" this one.
+        """
+        return self._checkpoints.checkpoint(Path(run), parts, every, Request(dict(extra or {}), keep, when_busy))
+
+    def restore(self, run: str | PathLike[str], *parts: Any) -> Restored | None:
+        """Continue from the newest complete checkpoint in `run`; None if there is none yet. Collective.
+
+        Call it after `distribute`, before the first step, on every rank. It may have been saved under another strategy
+        and by another number of ranks. What has no meaning here is left out, and a line says what that means.
+
+        Args:
+            run: the folder of the run's checkpoints, or one checkpoint in it. Only the first rank reads.
+            parts: objects whose states are loaded too, as given to `checkpoint`.
+        """
+        return self._checkpoints.restore(Path(run), parts)
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of one call of `job.checkpoint`."""
+
+    extra: dict[str, Any]
+    keep: int
+    when_busy: WhenBusy
+
+    def __post_init__(self) -> None:
+        if self.when_busy not in get_args(WhenBusy):
+            raise ConfigError(f'checkpoint: when_busy must be "wait" or "skip", got {self.when_busy!r}.')
+        if not isinstance(self.keep, int) or self.keep < 1:
+            raise ConfigError(f"checkpoint: keep must be a number of 1 or more, got {self.keep!r}.")
+
+
+class Checkpoints:
+    """The checkpoints of one job: its schedules, and on the leader the writers.
+
+    How it works. Every checkpoint takes two collective calls around the copying (`snapshot.take`). In the first, ranks
+    agree on whether it is taken: the leader may have a mistake to report (the folder is in use) or be busy, and any
+    rank may have been asked to stop. The answer is the same on all ranks, so they take it together or not at all.
+    """
+
+    def __init__(
+        self, job: "Job", world: World, replica: HookedReplica, exchange: Exchange, model_on_mesh: ModelOnMesh | None
+    ) -> None:
+        """`world` is that of all ranks that save together: on a mesh, more than `job.world`."""
+        self._job = ref(job)  # Weak: the job holds this.
+        self._world, self._replica, self._exchange, self._model_on_mesh = world, replica, exchange, model_on_mesh
+        self._writers: dict[Path, BackgroundWriter] = {}
+        self._schedules: dict[tuple[Path, Every], CheckpointSchedule] = {}
+        self._begun: set[Path] = set()
+        """Folders that a checkpoint was taken for. From then on, a mistake there does not end the training."""
+        self._restored_step = -1
+        """The step from which the run continues; -1 if it began at the start."""
+        self._watches = False
+
+    def checkpoint(self, run: Path, parts: tuple[Any, ...], every: Every | None, request: Request) -> bool:
+        """As `JobCheckpoints.checkpoint`."""
+        named = named_parts(parts)
+        self._watch()
+        if every is None:
+            return self._take(run, named, request)
+        every = self._world.checkpoints.every or every
+        if (schedule := self._schedules.get((run, every))) is None:
+            self._open(run, request)
+            schedule = CheckpointSchedule(every, self._world, self._is_synchronous, self._call, self._restored_step)
+            self._schedules[run, every] = schedule
+        steps = self._replica.steps
+        if not schedule.due(steps):
+            return False
+        taken = self._take(run, named, request)
+        schedule.written(steps)
+        return taken
+
+    def restore(self, run: Path, parts: tuple[Any, ...]) -> Restored | None:
+        """As `JobCheckpoints.restore`."""
+        if self._replica.steps:
+            raise ConfigError(
+                f"job.restore must be called before the first step, and {self._replica.steps} were taken."
+            )
+        job = self._job()
+        assert job is not None
+        with self._world.waiting():
+            received = receive(self._world.transport, run)
+        if job.is_leader:  # A mistyped folder would otherwise begin a new run without a word.
+            found = f"no checkpoint in {run} yet: starts" if received is None else f"continues from {received[0]}"
+            print(f"tutti: {found}", file=sys.stderr, flush=True)
+        if received is None:
+            return None
+        folder, snapshot = received
+        self._restored_step = snapshot.steps
+        self._replica.restoring = True
+        try:
+            load_model(snapshot, self._replica.optimizer, job.model, self._model_on_mesh)
+            job.load_state_dict(snapshot.state["job"])
+        finally:
+            self._replica.restoring = False
+        load_parts(named_parts(parts), snapshot.state["parts"], job.is_leader)
+        # A rank that the saved world did not have keeps its own: two ranks must not draw the same numbers.
+        random = snapshot.state["random"]
+        if self._world.rank < len(random) and random[self._world.rank] is not None:
+            set_random_state(random[self._world.rank])
+        return Restored.of(folder, snapshot)
+
+    @property
+    def _is_synchronous(self) -> bool:
+        job = self._job()
+        return job is not None and job.strategy.synchronous
+
+    def _take(self, run: Path, parts: dict[str, Any], request: Request) -> bool:
+        """Take a checkpoint on all ranks, and end the program if a signal asks for that. Collective."""
+        job = self._job()
+        assert job is not None
+        self._world.transport.activity.enter("checkpoint")
+        try:
+            taken, stop, random = self._agree(run, request, job)
+            if taken or stop:
+                writer = self._writers.get(run)  # On the leader.
+                memory = None if writer is None else writer.memory()
+                state = {"random": random, "extra": request.extra}
+                with self._own_buffers():
+                    snapshot = take(job, self._replica.optimizer, parts, state, self._call, memory)
+                self._begun.add(run)
+                if snapshot is not None:
+                    self._submit(run, request, snapshot)
+        finally:
+            self._world.transport.activity.enter(IDLE)
+        if stop:
+            self._end(run, stop)
+        return taken
+
+    def _open(self, run: Path, request: Request) -> None:
+        """Lock the folder on the leader, before the first checkpoint is due: a mistake shows at once. Collective."""
+        mistake: ConfigError | None = None
+        job = self._job()
+        if job is not None and job.is_leader:
+            try:
+                self._writer(run, request.keep)
+            except CheckpointError as error:
+                mistake = ConfigError(str(error))
+        self._call(f"job.checkpoint('{run}')", mistake, lambda values: None)
+
+    @contextmanager
+    def _own_buffers(self) -> Iterator[None]:
+        """Put back this rank's own buffers, such as running statistics, where a consensus replaces them for good."""
+        # Other strategies do so themselves, or exchange statistics with the parameters.
+        buffers = list(self._replica.model.buffers()) if self._exchange.equal_after_steps else []
+        own = [buffer.clone() for buffer in buffers]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, values in zip(buffers, own, strict=True):
+                    buffer.copy_(values)
+
+    def _agree(self, run: Path, request: Request, job: "Job") -> tuple[bool, int, list[Any]]:
+        """Return whether a checkpoint is taken now, the signal that asks to stop, and all random states. Collective."""
+        random = random_state()
+        answer: list[Any] | ConfigError = [True, requested(), random]
+        if job.is_leader:
+            try:
+                answer = [self._ready(run, request), requested(), random]
+            except CheckpointError as error:
+                answer = ConfigError(str(error))
+                if run in self._begun:  # The leader before this one was lost, and its process may live on.
+                    _log.error("%s Training goes on.", error)
+                    answer = [False, requested(), random]
+        # The name has the folder in it: ranks with different ones get an error that shows both.
+        taken, stop, states = self._call(f"job.checkpoint('{run}')", answer, _agreed)
+        if sum(state is not None for state in states) < self._world.size:
+            self._world.confirm()  # Cut off from all others, it must not write what it has alone.
+        return taken, stop, states
+
+    def _ready(self, run: Path, request: Request) -> bool:
+        """Open the writer of a folder on the leader; return whether it takes a snapshot now."""
+        writer = self._writer(run, request.keep)
+        if request.when_busy == "wait":
+            writer.wait()  # Ended by the write, which the disk ends. Before the next copy is made: memory holds one.
+        elif writer.busy:
+            _log.warning("no checkpoint of step %d: the one before is still being written", self._replica.steps)
+            return False
+        return True
+
+    def _writer(self, run: Path, keep: int) -> BackgroundWriter:
+        writer = self._writers.get(run)
+        if writer is not None and writer.keep != keep:
+            del self._writers[run]
+            writer.abandon()
+            writer = None
+        if writer is None:
+            writer = self._writers[run] = BackgroundWriter(run, keep)
+        return writer
+
+    def _submit(self, run: Path, request: Request, snapshot: EncodedSnapshot) -> None:
+        """Have a snapshot written. The rank that opened the folder may have been lost since, and this one follows."""
+        try:
+            self._writer(run, request.keep).submit(snapshot)
+        except CheckpointError as error:
+            _log.error("%s Training goes on.", error)
+
+    def _end(self, run: Path, stop: int) -> None:
+        """End the program when the leader has written the checkpoint. Collective."""
+        result: str | ConfigError = ""
+        if run in self._writers:
+            try:
+                folder = self._writers[run].flush()
+                _log.warning("stopped after step %d. Continue from %s", self._replica.steps, folder)
+            except CheckpointError as error:
+                result = ConfigError(str(error))
+        # Others must not end before it is written: launchers would take that for a failure, and stop the leader.
+        self._call("job.checkpoint", result, lambda values: None)
+        raise SystemExit(128 + stop)
+
+    def _call(self, name: str, value: Any, combine: Combine) -> Any:
+        """Make a collective call while ranks that still train do not wait for this one."""
+        with self._world.waiting():
+            return self._world.calls.call(name, value, combine, elastic=self._exchange.tolerates_loss)
+
+    def _watch(self) -> None:
+        """Take signals for requests to stop, from the first call on. Not in a simulation, whose ranks are threads."""
+        if not self._watches and self._world.transport.cluster is None:
+            self._watches = True
+            signals.watch(self._world.checkpoints.grace_s)
+            self._world.checkpoints.announce(self._world.checkpoints.grace_s)
+
+    def close(self) -> None:
+        """Wait until everything is written. Raises `CheckpointError` if the last checkpoint was not."""
+        while self._writers:
+            _, writer = self._writers.popitem()
+            writer.close()
+        self._unwatch()  # Only now: a signal must not end the process while it writes.
+
+    def abandon(self) -> None:
+        """Wait until everything is written, after a job that failed: errors were logged. Idempotent."""
+        while self._writers:
+            _, writer = self._writers.popitem()
+            writer.abandon()
+        self._unwatch()
+
+    def _unwatch(self) -> None:
+        if self._watches:
+            self._watches = False
+            signals.unwatch()
+
+
+def _agreed(answers: dict[int, Any]) -> list[Any]:
+    """All take a checkpoint unless one cannot; all stop if one must. A lost rank has None for a random state."""
+    taken = all(taken for taken, _, _ in answers.values())
+    stop = max(stop for _, stop, _ in answers.values())
+    return [taken, stop, [answers[rank][2] if rank in answers else None for rank in range(max(answers) + 1)]]

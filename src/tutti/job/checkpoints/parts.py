@@ -1,0 +1,58 @@
+"""States of what a training loop has besides its job: sharded data, schedulers, a GradScaler, copies of the model.
+
+A part is any object with `state_dict` and `load_state_dict`. Its name in a checkpoint is that of its class, with a
+number if there are several: "ShardedLoader", "StepLR", "StepLR 2". So parts of different classes may be given in any
+order. A run may have other parts than the one that it continues; a line says which ones.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from tutti.errors import ConfigError
+
+_log = logging.getLogger("tutti")
+
+
+def named_parts(parts: Sequence[Any]) -> dict[str, Any]:
+    """Return the parts by name. Raises `ConfigError` for one that has no state."""
+    named: dict[str, Any] = {}
+    for part in parts:
+        if not (callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))):
+            raise ConfigError(
+                f"checkpoint: a {type(part).__name__} has no state_dict and load_state_dict. Give what tutti.shard "
+                "returned, schedulers, a GradScaler; plain values go into extra={...}."
+            )
+        if isinstance(part, DataLoader):
+            raise ConfigError(
+                f"checkpoint: a {type(part).__name__} has a position of its own on every rank. Give what tutti.shard("
+                "loader) returned, and iterate over that."
+            )
+        kind = type(part).__name__
+        number = 1 + sum(name.split(" ")[0] == kind for name in named)
+        named[kind if number == 1 else f"{kind} {number}"] = part
+    return named
+
+
+def load_parts(named: Mapping[str, Any], states: Mapping[str, Any], is_leader: bool) -> None:
+    """Load the states of parts, each under its name. Collective if a part's loading is."""
+    for name, part in named.items():  # In the order of the call, which is the same on all ranks.
+        if name in states:
+            _load(part, name, states[name])
+    if not is_leader:
+        return
+    for name in sorted(named.keys() - states.keys()):
+        _log.warning("job.restore: the checkpoint has no state of a %s: it starts anew.", name)
+    for name in sorted(states.keys() - named.keys()):
+        _log.warning("job.restore: the checkpoint has the state of a %s, which was not given: it is left out.", name)
+
+
+def _load(part: Any, name: str, state: Any) -> None:
+    try:
+        part.load_state_dict(state)
+    except ConfigError:
+        raise
+    except (KeyError, ValueError, RuntimeError, TypeError, AttributeError) as error:
+        raise ConfigError(f"job.restore: the state of the {name} does not fit this one: {error}") from error

@@ -1,0 +1,100 @@
+"""Parts of a saved state: `PerRank` marks what every rank has its own of, and `gather_ranks` brings it together.
+
+An exchange knows its own rank's state only. The job replaces every `PerRank` by the list of all ranks' values, in one
+gather for all of them (`job/state.py`). So strategies have no gather of their own, and a checkpoint that one rank
+writes is sent to that rank alone.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tutti.collectives.calls import CollectiveCalls
+from tutti.collectives.packing import from_bytes, to_bytes
+from tutti.replica import Replica
+from tutti.replica.buckets import Slot
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """A value in a saved state of which every rank has its own."""
+
+    value: Any
+    """This rank's: a nest of containers, numbers and tensors."""
+
+
+def gather_ranks(state: dict[str, Any], calls: CollectiveCalls, elastic: bool, everywhere: bool) -> dict[str, Any]:
+    """Replace every `PerRank` by the list of the values of all living ranks, by rank. Collective.
+
+    Args:
+        state: has a `PerRank` at the same places on every rank.
+        calls: calls among the ranks.
+        elastic: whether a lost rank is left out, rather than an error.
+        everywhere: whether every rank gets the state of the first; else the lists are empty on all others.
+    """
+    own: list[Any] = []
+    _replace(state, own.append)
+    if not own:
+        return state
+    gathered: list[dict[str, Any]] = []
+
+    def combine(values: dict[int, Any]) -> Any:
+        # Copied on a single rank, where nothing was sent: the values are those that training goes on to change.
+        ranks = [values[rank] for rank in sorted(values)] if len(values) > 1 else [from_bytes(to_bytes(own))]
+        columns = iter(list(zip(*ranks, strict=True)))
+        gathered.append(_replace(state, lambda _: list(next(columns))))
+        return gathered[0] if everywhere else None
+
+    answer = calls.call("job.state_dict", own, combine, elastic)
+    # The first rank has what it has made itself: its answer would be a copy.
+    return gathered[0] if gathered else answer or _replace(state, lambda _: [])
+
+
+def _replace(tree: Any, replacement: Callable[[Any], Any]) -> Any:
+    """Return a copy of nested dicts in which each `PerRank` is what `replacement` returns for its value."""
+    if isinstance(tree, PerRank):
+        return replacement(tree.value)
+    return {key: _replace(value, replacement) for key, value in tree.items()} if isinstance(tree, dict) else tree
+
+
+def optimizer_states(optimizer: Optimizer, slots: Iterable[Slot]) -> dict[str, dict[str, Any]]:
+    """Return the optimiser's state of each parameter, by name: the tensors themselves, not copies."""
+    return {slot.name: dict(optimizer.state[slot.tensor]) for slot in slots if optimizer.state.get(slot.tensor)}
+
+
+def load_optimizer_states(optimizer: Optimizer, slots: Iterable[Slot], states: dict[str, Any]) -> None:
+    """Replace the optimiser's state of parameters by copies of these, by name; its options stay as they are."""
+    packed = optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    for slot in slots:
+        packed["state"].pop(numbers[id(slot.tensor)], None)
+        if state := states.get(slot.name):
+            # Copied: the optimiser changes its state in place, and the saved one is the user's.
+            packed["state"][numbers[id(slot.tensor)]] = {
+                key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()
+            }
+    optimizer.load_state_dict(packed)
+
+
+def own_buffers(replica: Replica, values: Sequence[Tensor] | None = None) -> dict[str, Tensor]:
+    """Return the buffers that each rank has by itself, by name: all but running statistics, which are averaged.
+
+    `values` are those of all buffers, where the model holds others for the moment.
+    """
+    averaged = {id(slot.tensor) for slot in replica.statistics}
+    named = list(replica.model.named_buffers())
+    present = zip(named, values or [buffer for _, buffer in named], strict=True)
+    return {name: value.detach() for (name, buffer), value in present if id(buffer) not in averaged}
+
+
+@torch.no_grad()
+def load_own_buffers(replica: Replica, saved: dict[str, Tensor]) -> None:
+    """Copy saved buffers into the model."""
+    for name, buffer in replica.model.named_buffers():
+        if name in saved:
+            buffer.copy_(saved[name])
