@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 from threading import Timer
@@ -52,6 +53,15 @@ def test_a_member_that_connects_again_before_its_end_was_noticed(job: Job) -> No
     second.await_first_answer(WITHIN_S)
     assert second.sync(WITHIN_S)
     assert job.coordinator.present() == [0]
+
+
+def test_connects_while_python_ends(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def submit(*_: object) -> None:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    # As Python does before exit handlers run, and so before the member is closed.
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    assert job.member(0).sync(WITHIN_S)
 
 
 def test_a_connection_that_worked_is_renewed_at_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
