@@ -228,8 +228,8 @@ class ConnectedMember(Member):
     async def _connect(self) -> socket.socket:
         """Open a connection to the first address of the coordinator's host that answers."""
         endpoint = self.endpoint
-        # In this thread, which has nothing else to do: the loop would ask a thread pool, which takes no work when Python
-        # ends, and that may be while this process connects again.
+        # In this thread, which has nothing else to do: the loop would ask a thread pool, which takes no work when
+        # Python ends, and that may be while this process connects again.
         found = socket.getaddrinfo(endpoint.address, endpoint.port, type=socket.SOCK_STREAM)
         failure: OSError = OSError(f"no address for {endpoint.address}")
         for family, kind, protocol, _, address in found:
