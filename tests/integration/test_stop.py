@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -19,7 +21,8 @@ torch.manual_seed(0)
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 job = tutti.distribute(model, optimizer, sys.argv[1])
-data, workers = TensorDataset(torch.randn(4000, 8)), int(sys.argv[3])
+workers, first, samples = map(int, sys.argv[3:])
+data = TensorDataset(torch.randn(samples, 8))
 batches = tutti.shard(DataLoader(data, batch_size=4, num_workers=workers))
 restored = job.restore("run", batches)
 tutti.print("continues from", restored and restored.steps, flush=True)
@@ -28,19 +31,24 @@ for epoch in batches.epochs(int(sys.argv[2])):
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if job.is_leader and job.steps == 20:
+        if job.is_leader and job.steps == first:
             print("trains", flush=True)
         job.checkpoint("run", batches, every="1h")
 job.finish()
 tutti.print("done", flush=True)
 """
 
+NUM_MOMENTS = 3
 ENDLESS, SHORT = "100000", "1"
 
 
-def start(folder: Path, strategy: str, epochs: str, loader_workers: str = "0") -> subprocess.Popen[str]:
+def start(
+    folder: Path, strategy: str, epochs: str, loader_workers: int = 0, *, first: int = 20, samples: int = 4000
+) -> subprocess.Popen[str]:
+    """Start a run that prints "trains" after `first` steps."""
     (folder / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "tutti", "run", "--workers", "2", "train.py", strategy, epochs, loader_workers]
+    arguments = [strategy, epochs, *map(str, (loader_workers, first, samples))]
+    command = [sys.executable, "-m", "tutti", "run", "--workers", "2", "train.py", *arguments]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -71,21 +79,22 @@ def processes_of(run: subprocess.Popen[str]) -> list[int]:
     """A process and all that descend from it."""
     found = [run.pid]
     for process in found:
-        for task in Path(f"/proc/{process}/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
+        with suppress(FileNotFoundError, ProcessLookupError):  # It has ended.
+            for task in Path(f"/proc/{process}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
     return found
 
 
 @pytest.mark.parametrize(
     ("number", "strategy", "everywhere"),
-    [(signal.SIGTERM, "ring", False), (signal.SIGUSR1, "ring", True), (signal.SIGUSR1, "ps:async,servers=1", True)],
+    [(signal.SIGTERM, "ring", False), (signal.SIGTERM, "ring", True), (signal.SIGUSR1, "ps:async,servers=1", True)],
     ids=str,
 )
 def test_nobody_whom_the_loop_needs_ends_before_the_last_checkpoint(
     number: int, strategy: str, everywhere: bool, tmp_path: Path
 ) -> None:
-    """SIGUSR1 to every process, as Slurm sends it: to workers of a DataLoader, servers, and the launcher's own."""
-    run = start(tmp_path, strategy, ENDLESS, loader_workers="1")
+    """A signal to every process, as schedulers send it: to workers of a DataLoader, servers, the launcher's own."""
+    run = start(tmp_path, strategy, ENDLESS, loader_workers=1)
     assert run.stdout is not None
     while "trains" not in run.stdout.readline():
         assert run.poll() is None
@@ -93,6 +102,24 @@ def test_nobody_whom_the_loop_needs_ends_before_the_last_checkpoint(
         os.kill(process, number)
     _, err = run.communicate(timeout=25)
     assert run.returncode == 128 + number, err
+    assert newest_complete(tmp_path / "run") is not None, err
+
+
+@pytest.mark.parametrize("seed", range(NUM_MOMENTS))
+def test_sigterm_to_all_processes_at_any_moment(seed: int, tmp_path: Path) -> None:
+    """Epochs of ten steps: workers of the DataLoaders start and end all the time."""
+    moments = Random(seed)
+    run = start(tmp_path, "ring", ENDLESS, loader_workers=2, first=moments.randrange(2, 60), samples=80)
+    assert run.stdout is not None
+    while "trains" not in run.stdout.readline():
+        assert run.poll() is None
+    processes = processes_of(run)
+    moments.shuffle(processes)
+    for process in processes:
+        with suppress(ProcessLookupError):  # A worker whose epoch has ended.
+            os.kill(process, signal.SIGTERM)
+    _, err = run.communicate(timeout=25)
+    assert run.returncode == 128 + signal.SIGTERM, err
     assert newest_complete(tmp_path / "run") is not None, err
 
 
@@ -110,7 +137,7 @@ def test_a_run_that_cannot_save_in_time_is_ended(tmp_path: Path) -> None:
         "train.py",
         "native",
         ENDLESS,
-        "0",
+        *("0", "20", "4000"),
     ]
     run = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert run.stdout is not None

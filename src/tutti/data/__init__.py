@@ -3,5 +3,6 @@
 from tutti.data.global_batches import GlobalBatches
 from tutti.data.loader import ShardedLoader
 from tutti.data.shard import shard
+from tutti.data.worker_start import keep_worker
 
-__all__ = ["GlobalBatches", "ShardedLoader", "shard"]
+__all__ = ["GlobalBatches", "ShardedLoader", "keep_worker", "shard"]

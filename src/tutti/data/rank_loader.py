@@ -1,13 +1,13 @@
 """`RankLoader`: a copy of the user's DataLoader that loads the batches of one rank."""
 
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from tutti.data.division import Batch
+from tutti.data.worker_start import KeptWorker, started
 
 
 class _RankBatches:
@@ -23,21 +23,6 @@ class _RankBatches:
         return len(self.batches)
 
 
-class _WorkerStart:
-    """What a worker process of a DataLoader does first; then the user's own function is called."""
-
-    def __init__(self, then: Callable[[int], None] | None) -> None:
-        self._then = then
-
-    def __call__(self, number: int) -> None:
-        # Schedulers send SIGUSR1 to all processes of a job that is to save its state and to end. A training loop whose
-        # workers had ended would not come to its next checkpoint. They end with it.
-        if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        if self._then is not None:
-            self._then(number)
-
-
 class RankLoader:
     """Loads batches of given samples, as the user's DataLoader does: with its workers, collation and pinning.
 
@@ -48,14 +33,15 @@ class RankLoader:
     def __init__(self, source: DataLoader[Any]) -> None:
         self._batches = _RankBatches()
         self._generator = torch.Generator("cpu")
-        start = _WorkerStart(source.worker_init_fn) if source.num_workers else source.worker_init_fn
+        start = KeptWorker(source.worker_init_fn) if source.num_workers else source.worker_init_fn
         self._loader = rebuilt(source, batch_sampler=self._batches, generator=self._generator, worker_init_fn=start)
 
     def load(self, batches: list[Batch], worker_seed: int) -> Iterator[Any]:
         """Return an iterator over the batches; none of them may be empty."""
         self._batches.batches = batches
         self._generator.manual_seed(worker_seed)
-        return iter(self._loader)  # It takes the list and the seed here, so that a later call may set others.
+        # It takes the list and the seed here, so that a later call may set others.
+        return started(self._loader)
 
 
 def draw_seed(generator: torch.Generator | None) -> int:

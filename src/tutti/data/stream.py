@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tutti.data.stages import Stage, num_left_over
+from tutti.data.worker_start import KeptWorker, started
 
 Place = tuple[int, int, Any]
 """An epoch, the number of its items that have been read, and the state of the iterable then."""
@@ -35,6 +36,8 @@ class Stream:
         self._items: Any = items
         self.is_loader = isinstance(items, DataLoader)
         """Whether the iterable is a DataLoader, which draws a seed for its workers when an epoch begins."""
+        if isinstance(items, DataLoader) and items.num_workers and not isinstance(items.worker_init_fn, KeptWorker):
+            items.worker_init_fn = KeptWorker(items.worker_init_fn)
         self._has_state = hasattr(items, "state_dict") and hasattr(items, "load_state_dict")
         self._is_read = False
         """Whether reading has begun: before, there is nothing to say, and a DataLoader would start its workers."""
@@ -72,7 +75,7 @@ class Stream:
         with torch.random.fork_rng(devices=[]) if own_seed else nullcontext():
             if own_seed:
                 torch.manual_seed(worker_seed)
-            return first, self._counted(iter(self._items), first)
+            return first, self._counted(started(self._items) if self.is_loader else iter(self._items), first)
 
     def _counted(self, items: Iterator[Any], first: int) -> Iterator[Any]:
         self._num_read = first

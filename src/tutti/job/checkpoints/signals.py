@@ -7,7 +7,7 @@ takes longer than the grace period: the loop may be stuck, or the script may go 
 Handlers belong to the process, and so does the state here. They are installed by the first job that writes
 checkpoints, or that serves others which may, in the main thread, and removed with the last. A handler of the script's
 own is left alone. Processes that are forked from this one inherit the handler, and end as they would without it; the
-workers of a DataLoader go on.
+workers of a DataLoader go on (`tutti.data.worker_signals`).
 """
 
 import os
