@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
-from threading import Timer
+from threading import Event, Thread, Timer
 
 import pytest
 
@@ -116,6 +116,27 @@ def test_a_host_that_cannot_be_reached_any_more(job: Job) -> None:
     member.answered_at -= 100 * PATIENCE_S
     member._note_failure(_Unreachable("no route"))
     assert "it is cut off from the coordinator" in str(member.known.refused)
+
+
+def test_a_member_that_leaves_waits_until_that_is_known(job: Job) -> None:
+    member, observer, free = job.member(0), job.member(-1), Event()
+    job.coordinator._loop.call_soon_threadsafe(free.wait, WITHIN_S)  # It reads nothing until then.
+    leaving = [Thread(target=each.close) for each in (member, observer)]
+    for thread in leaving:
+        thread.start()
+        thread.join(0.1)
+    assert all(thread.is_alive() for thread in leaving)
+    free.set()
+    for thread in leaving:
+        thread.join(WITHIN_S)
+    assert not any(each.connected for each in (member, observer))
+    assert job.coordinator.present() == []
+
+
+def test_observers_are_not_among_the_ranks(job: Job) -> None:
+    job.member(-1)
+    job.member(3)
+    assert job.coordinator.present() == [3]
 
 
 def test_a_member_confirms_that_it_takes_part(job: Job) -> None:

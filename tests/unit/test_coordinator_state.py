@@ -476,7 +476,7 @@ def test_requests_that_were_answered_do_not_count() -> None:
             "op": "beat",
             "status": {**dict.fromkeys(("phase_s", "usual_s", "step_s", "step"), 1), "phase": "p", "waits": [1]},
         },
-        {"op": "welcome", "version": "1", "lost": {}},
+        {"op": "welcome", "version": "1", "lost": {}, "host_id": "here"},
     ],
 )
 def test_contents_that_no_member_sends(message: Message) -> None:

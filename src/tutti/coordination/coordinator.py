@@ -113,7 +113,11 @@ class Coordinator:
     def present(self, but: Collection[str] = ()) -> list[int]:
         """Ranks of the members that have neither left nor been lost, but some."""
         members = self._state.members
-        return self._ask(lambda: sorted(each.description.rank for id, each in members.items() if id not in but))
+        return self._ask(
+            lambda: sorted(
+                each.description.rank for id, each in members.items() if id not in but and not each.is_observer
+            )
+        )
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         """Call a function in the thread of the service. Ended by that thread, which waits for nothing."""

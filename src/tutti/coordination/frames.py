@@ -34,7 +34,7 @@ SCHEMA: dict[str, Fields] = {
     "stack": {"text": str},
     "bye": {},
     # From the coordinator.
-    "welcome": {"version": str, "lost": dict},
+    "welcome": {"version": str, "lost": dict, "host_id": str},
     "refused": {"reason": str},
     "roster": {"scope": str, "members": list},
     "missing": {"scope": str, "ranks": list, "seconds": (int, float)},

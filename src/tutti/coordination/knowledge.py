@@ -15,6 +15,8 @@ class JobKnowledge:
     def __init__(self) -> None:
         self.lost: dict[str, str] = {}
         """Members that are gone, and why."""
+        self.coordinator_host = ""
+        """The host whose processes the coordinator itself can see."""
         self.rosters: dict[str, list[MemberDescription]] = {}
         """The members of each complete scope, by rank."""
         self.conflicts: dict[str, str] = {}
@@ -38,6 +40,7 @@ class JobKnowledge:
         match message["op"]:
             case "welcome":
                 self.lost.update(message["lost"])
+                self.coordinator_host = message["host_id"]
             case "lost":
                 self.lost[message["member"]] = message["reason"]
             case "noticed":

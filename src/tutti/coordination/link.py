@@ -35,7 +35,7 @@ from tutti.errors import ConfigError, EnvironmentConflict, RankLost
 _BEAT_S = 0.25
 _RETRY_S = 0.05
 _LONGEST_RETRY_S = 1.0
-_CLOSE_S = 2.0
+_BYE_S, _CLOSE_S = 1.0, 2.0
 _CONNECT_S = 2.0
 """How long to try to connect, at least, before this process is taken to be cut off."""
 
@@ -81,8 +81,13 @@ class ConnectedMember(Member):
         """Say bye and end the connection. Idempotent."""
         if self._over:
             return
-        self.bye()
         self._over = True
+        if self.connected:
+            self.bye()
+            # Ended by the coordinator, which closes the connection when it has read that. If this end closed it first,
+            # with something unread, the kernel would reset it, and what was sent would be lost: the others would take
+            # this process for one that died.
+            self._thread.join(_BYE_S)
         with suppress(RuntimeError):  # The loop has ended.
             self._loop.call_soon_threadsafe(self._cancel)
         self._thread.join(_CLOSE_S)

@@ -109,7 +109,7 @@ class CoordinatorState:
         """Members that are gone for good, and why."""
         self.evicted: deque[tuple[MemberDescription, str]] = deque()
         """Members that were lost while their processes may still be there, and why, for a launcher to end them."""
-        self._patience_s = patience_s
+        self._patience_s, self._host_id = patience_s, host_id
         self._watch = MemberWatch(
             patience_s, host_id, look, lambda colleague, **fields: self._send(colleague, op="look", **fields)
         )
@@ -169,7 +169,7 @@ class CoordinatorState:
         # The member sends its requests again.
         self._values.cancel(description.id)
         record.heard_at, record.closed_at, record.process = now, None, None
-        self._send(record, op="welcome", version=tutti.__version__, lost=self.lost)
+        self._send(record, op="welcome", version=tutti.__version__, lost=self.lost, host_id=self._host_id)
         for scope, member, kind, reason in self._notices:
             self._send(record, op="noticed", scope=scope, member=member, kind=kind, reason=reason)
         return record
@@ -347,11 +347,11 @@ class CoordinatorState:
         """Go on without a member, for good."""
         member = record.id
         del self.members[member]
+        self._values.drop_member(member)
+        # To itself too, if it is connected: it then knows that it was evicted, and why. One that left may end now.
+        self.outbox.append((member, {"op": "refused", "reason": f"the job goes on without it: {reason}"}))
         if record.is_observer:
             return
-        self._values.drop_member(member)
-        # To itself too, if it is connected: it then knows that it was evicted, and why.
-        self.outbox.append((member, {"op": "refused", "reason": f"the job goes on without it: {reason}"}))
         if not record.has_met_others:
             # Nobody knows it, so nobody has to be told. Were such ones remembered, they could fill the memory.
             self._notices.drop_member(member)

@@ -22,12 +22,13 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from tutti.cluster.hosts import LOOPBACK
 from tutti.coordination import Coordinator, Member, MemberDescription
 from tutti.coordination.handshake import is_loopback
-from tutti.coordination.link import Endpoint, connect_member
+from tutti.coordination.link import ConnectedMember, Endpoint, connect_member
 from tutti.errors import ConfigError, DeadlineExceeded, EnvironmentConflict, RankLost
 from tutti.launch.control_settings import COORDINATOR, SECRET, find_patience, find_secret
 from tutti.launch.diagnosis_line import DiagnosisThread
 from tutti.launch.environment import RankEnvironment
 from tutti.launch.host import address_towards, host_id, host_name, network_address
+from tutti.launch.host_observer import HostObserver
 from tutti.transports import Membership, Peer
 
 
@@ -91,7 +92,22 @@ def wait_for_ranks(member: Member, scope: str, rank: int, size: int, timeout: ti
             f"missing: {', '.join(map(str, missing))}. Look whether they were started, and whether they reach "
             f"{member.place}; tutti.init(timeout=...) waits longer."
         )
+    _have_host_observed(member, found)
     return Membership(rank, [Peer(number, each) for number, each in enumerate(found)], member, scope, timeout)
+
+
+_observers: dict[Member, HostObserver] = {}
+"""What this process has started, as each member."""
+
+
+def _have_host_observed(member: Member, roster: list[MemberDescription]) -> None:
+    """Start an observer of this host, if the coordinator is on another and this process is the first rank here."""
+    here = member.description.host_id
+    first = next(each for each in roster if each.host_id == here)
+    if first == member.description and here != member.known.coordinator_host and member not in _observers:
+        assert isinstance(member, ConnectedMember)
+        _observers[member] = HostObserver(member.endpoint)
+        atexit.register(_observers[member].close)
 
 
 _members: dict[tuple[Endpoint, int], Member] = {}
