@@ -1,6 +1,7 @@
 """What every test gets: one thread for torch, and a check that it leaves nothing behind."""
 
 import gc
+import logging
 import os
 import re
 import signal
@@ -51,6 +52,12 @@ _LISTENS = socket.SOL_SOCKET, socket.SO_ACCEPTCONN
 _THERE_BEFORE = frozenset(name for name in os.listdir("/proc") if name.isdigit())
 """Processes that no test can have started: they are many, and to look at each around every test takes long."""
 
+_strangers: set[str] = set()
+"""Processes that were looked at and are of nobody here, as long as they run."""
+
+_mapped: set[str] = set()
+"""Shared memory that was mapped after the last test. To list mappings takes long, so it is done once a test."""
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
@@ -64,7 +71,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves processes, threads, ports, shared memory, network namespaces or a world."""
-    before = _everything()
+    before = _beside_mappings() | _mapped
     yield
     wait_s, deadline = 0.001, time.monotonic() + _SETTLE_SECONDS
     left = _everything() - before
@@ -87,9 +94,17 @@ def pytest_collection_finish() -> None:
     """What is there now is there to the end: the collector need not look at it after every test."""
     gc.collect()
     gc.freeze()
+    for logger in logging.Logger.manager.loggerDict.values():
+        # To each logger that passes nothing on, of which torch has dozens, pytest adds its handlers six times a test.
+        if isinstance(logger, logging.Logger) and logger.name.split(".")[0] == "torch":
+            logger.propagate = True
 
 
 def _everything() -> set[str]:
+    return _beside_mappings() | _mappings()
+
+
+def _beside_mappings() -> set[str]:
     return _processes() | _threads() | _listening() | _shared_memory() | _namespaces()
 
 
@@ -97,17 +112,21 @@ def _processes() -> set[str]:
     found = set()
     # Reused by all tests, and closed when Python ends.
     kept = {str(pid) for pid in (*fork_client.server_pids(), *warm.server_pids())}
-    for name in os.listdir("/proc"):
-        if not name.isdigit() or name in _THERE_BEFORE or name in kept:
-            continue
+    there = {name for name in os.listdir("/proc") if name.isdigit()} - _THERE_BEFORE
+    _strangers.intersection_update(there)  # The number of one that has ended may be another's.
+    for name in there - _strangers - kept:
         folder = Path("/proc") / name
         try:
-            ours = _MARK.encode() in (folder / "environ").read_bytes()
+            environment = (folder / "environ").read_bytes()
+            if _MARK.encode() not in environment:
+                if environment:  # It starts, or has ended, or is the kernel's.
+                    _strangers.add(name)
+                continue
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-        if ours and int(folder.name) != os.getpid() and state not in "ZX":
-            found.add(f"process {folder.name}")
+        if int(name) != os.getpid() and state not in "ZX":
+            found.add(f"process {name}")
     return found
 
 
@@ -132,11 +151,16 @@ def _listening() -> set[str]:
 
 def _shared_memory() -> set[str]:
     # Open MPI's own segments come and go with any mpirun on this machine, not only with a test's.
-    names = {f"/dev/shm/{it.name}" for it in Path("/dev/shm").iterdir() if not it.name.startswith("sm_segment.")}
+    return {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if not name.startswith("sm_segment.")}
+
+
+def _mappings() -> set[str]:
     maps = Path("/proc/self/maps").read_bytes()
-    if b"/memfd:tutti" not in maps:
-        return names  # As around most tests: to take hundreds of lines apart takes longer than all else here.
-    return names | {f"mapping {line.split()[0]}" for line in maps.decode().splitlines() if "/memfd:tutti" in line}
+    _mapped.clear()
+    if b"/memfd:tutti" in maps:  # Seldom: to take hundreds of lines apart takes longer than all else here.
+        lines = maps.decode().splitlines()
+        _mapped.update(f"mapping {line.split()[0]}" for line in lines if "/memfd:tutti" in line)
+    return set(_mapped)
 
 
 def _mapped_by_others(file: str) -> bool:

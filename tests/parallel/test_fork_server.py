@@ -421,6 +421,7 @@ def test_the_process_of_the_store_ends(tmp_path: Path) -> None:
         "        os.kill(store, signal.SIGKILL)\n"
         "        return worker\n"
         "supervisor.WorkerStarter = Killed\n"
+        "supervisor._NOTICE_S = 0.3  # The worker makes no use of it.\n"
         f"run_script([{str(script)!r}], 1, {{}})"
     )
     start_s = time.monotonic()
