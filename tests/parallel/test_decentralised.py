@@ -653,6 +653,34 @@ def test_a_rank_that_finishes_early_ends_with_the_same_model(text: str) -> None:
     same(run_ok(train, size=3, transport="sockets"))
 
 
+def call_consensus(job: tutti.Job) -> None:
+    with job.consensus():
+        raise AssertionError("a user may save a model here, which is not the job's")
+
+
+@pytest.mark.parametrize("call", [call_consensus, lambda job: job.reduce(1.0), lambda job: job.gather(1)])
+@pytest.mark.parametrize("text", ["peers", "gossip"])
+def test_a_rank_that_is_cut_off_concludes_nothing_alone(text: str, call: Callable[[tutti.Job], Any]) -> None:
+    def cut_off() -> None:
+        raise RankLost("rank 1: this process cannot go on: it is cut off.")
+
+    def train(world: World) -> None:
+        if world.rank == 1:
+            world = replace(world, confirm=cut_off)
+        model, optimizer, job = start(world, parse(text))
+        with job.consensus():  # Nobody is lost, so there is nothing to confirm.
+            job.reduce(1.0)
+        go(job, model, optimizer, range(2))
+        if world.rank == 0:
+            world.close()  # As if it were lost: rank 1 goes on alone.
+            return
+        with pytest.raises(RankLost, match="it is cut off"):
+            call(job)
+        job._release()
+
+    assert run_threads(train, size=2, transport="sockets") == [None, None]
+
+
 @pytest.mark.parametrize("text", ["peers", "gossip"])
 def test_a_rank_that_is_cut_off_does_not_finish_alone(text: str) -> None:
     tolerated: list[bool] = []

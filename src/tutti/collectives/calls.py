@@ -112,6 +112,11 @@ class CollectiveCalls:
             raise call.error
         return call.answer[0]
 
+    @property
+    def num_lost(self) -> int:
+        """Number of ranks that calls have found lost, as this rank knows."""
+        return self._transport.size - len(self._alive)
+
     def among(self, ranks: Sequence[int]) -> Transport:
         """Return a transport between some ranks, as a call has found them alive. Collective among them."""
         if tuple(ranks) not in self._groups:

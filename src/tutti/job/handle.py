@@ -124,6 +124,7 @@ class Job(CollectiveValues, JobCheckpoints, JobProgress, NotCopied):
         self._replica.activity.enter("evaluation")
         local: list[tuple[Tensor, Tensor]] = []
         try:
+            self._confirm_losses()
             for copy in copies:
                 local += self._average(copy)
             with nullcontext() if self._model_on_mesh is None else self._model_on_mesh.full_model(optimizer):

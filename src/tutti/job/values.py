@@ -28,6 +28,8 @@ class CollectiveValues:
     world: World
     _model: nn.Module
     _exchange: Exchange
+    _num_lost_confirmed = 0
+    """Number of lost ranks when this one last confirmed that it still takes part."""
 
     def reduce(self, value: Any, op: ReduceOp = "mean") -> Any:
         """Return the mean, sum or maximum of `value` over ranks, the same on every rank. Collective.
@@ -78,7 +80,19 @@ class CollectiveValues:
     def _call(self, name: str, value: Any, combine: Any) -> Any:
         # Ranks that still train must not wait for this one's part in a step while it waits here.
         with self.world.waiting():
-            return self.world.calls.call(name, value, combine, elastic=self._exchange.tolerates_loss)
+            answer = self.world.calls.call(name, value, combine, elastic=self._exchange.tolerates_loss)
+            self._confirm_losses()
+        return answer
+
+    def _confirm_losses(self) -> None:
+        """Make sure, after ranks were lost, that it is not this one that is cut off. Raises `RankLost` if it is.
+
+        What it has found alone would not be the job's. Once for every loss: the coordinator may be away.
+        """
+        num_lost = max(self._exchange.num_lost, self.world.calls.num_lost)
+        if num_lost > self._num_lost_confirmed:
+            self.world.confirm()
+            self._num_lost_confirmed = num_lost
 
 
 def _mistake(value: Any, op: str, at: str = "") -> str:

@@ -116,6 +116,11 @@ class Exchange(Resumable):
         """Whether the other ranks continue when this one is lost."""
         return False
 
+    @property
+    def num_lost(self) -> int:
+        """Number of ranks without which this one goes on."""
+        return 0
+
     def leave(self) -> None:
         """Take no part until `join`, while the other ranks continue."""
         raise ConfigError(

@@ -87,13 +87,17 @@ class PeerExchange(SavedReplica, Exchange):
     def is_leader(self) -> bool:
         return self.context.rank == self.context.group.leader
 
+    @property
+    def num_lost(self) -> int:
+        return self.context.group.num_lost
+
     # Training
 
     def before_step(self) -> None:
         weight = self.replica.take_samples()
         if isnan(weight):
             # Raises `NonFiniteLoss` once STOP is sent.
-            self.context.wait(self._stop())
+            self.context.wait(_stop(self.context))
         if weight == 0:  # A batch that does not count: the optimiser finds no gradients.
             self.replica.hide_gradients()
         # A stop or a failure that arrived while this rank computed ends training before the step.
@@ -125,10 +129,6 @@ class PeerExchange(SavedReplica, Exchange):
         self._holds_own = not self.replica.sizes_only
         if self._user_changes is not None:
             self._user_changes.record()
-
-    def _stop(self) -> Operation:
-        self.context.group.stop(self.context.rank)
-        yield from ()
 
     # Averaging rounds
 
@@ -215,3 +215,8 @@ class PeerExchange(SavedReplica, Exchange):
         if self._user_changes is not None:
             self._user_changes.close()
         self._channel.close()  # No message may arrive after the model is detached.
+
+
+def _stop(context: PeerContext) -> Operation:
+    context.group.stop(context.rank)
+    yield from ()

@@ -65,8 +65,8 @@ class PeerGroup:
         """Living peers that are on leave: they are not waited for."""
         self.clocks = [0] * transport.size
         """Number of steps of each rank, as known here."""
-        self.any_lost = False
-        """Whether a peer was lost; one that left after `DISCONNECT` does not count."""
+        self.num_lost = 0
+        """Number of peers that were lost; those that left after `DISCONNECT` do not count."""
         self._like, self._max_bytes = like, max_bytes
         self._stopped_by: int | None = None
         self._failure: Exception | None = None
@@ -229,7 +229,7 @@ class PeerGroup:
                 self.fail(RankLost(f"rank {me}: the others have gone on without this rank, says rank {sender}."))
             case PeerMessageKind.LOST:
                 self.lose(header.origin, f"rank {self.transport.world_ranks[peer]} has lost it")
-            # It has finished: removed like a lost peer, but without a warning and without `any_lost`.
+            # It has finished: removed like a lost peer, but without a warning and without being counted as lost.
             case PeerMessageKind.DISCONNECT:
                 self._remove(peer)
             case PeerMessageKind.KEEP_ALIVE:
@@ -245,7 +245,7 @@ class PeerGroup:
         """
         if peer not in self.alive or peer == self.rank:
             return
-        self.any_lost = True
+        self.num_lost += 1
         self.send_to_all(PeerMessageHeader(PeerMessageKind.LOST, origin=peer))  # Before the removal: to it as well.
         self._remove(peer)
         if self.rank == self.leader:  # All ranks see the loss; one logs it.

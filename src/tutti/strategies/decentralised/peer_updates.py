@@ -96,7 +96,7 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
         self._applies_at_once = True
         self._apply_all()
         # A peer may lack updates that a lost rank did not pass on, and would then never acknowledge: send them again.
-        if self._group.any_lost:
+        if self._group.num_lost:
             for peer in sorted(self._group.others):
                 if self._sent.is_behind(peer, self._inbox_size):
                     self._sent.resend(peer)
@@ -158,7 +158,7 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
 
     def peer_lost(self, peer: int) -> None:
         super().peer_lost(peer)
-        if self._group.any_lost:  # Otherwise it has finished, and all updates were applied before.
+        if self._group.num_lost:  # Otherwise it has finished, and all updates were applied before.
             self._sent.resend_to_all()
         # The lost peer may have been the last that had not acknowledged some of them.
         self._sent.drop_acknowledged()
@@ -169,7 +169,7 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
         # From here on this rank computes nothing, and the others wait for what it applies.
         self._applies_at_once = True
         self._apply_all()
-        if self._group.any_lost:
+        if self._group.num_lost:
             self._sent.resend_to_all()
         yield from ()
 
