@@ -1,9 +1,9 @@
 """`BackgroundWriter`: writes checkpoints beside training.
 
-How it works. Only the rank that writes has one. The training loop hands over a snapshot, which is a copy that nobody
-else changes, and goes on; one thread writes it. There is at most one snapshot in the thread's hands and none in a
-queue: `memory` waits for the one before and gives it back for the next copy to overwrite, so there is one copy of the
-state at most. `busy` tells a caller who would rather skip.
+How it works. Only ranks that write have one: the leader, or each rank that saves a part of a split model. The training
+loop hands over a snapshot, which is a copy that nobody else changes, and goes on; one thread writes it. There is at
+most one snapshot in the thread's hands and none in a queue: `memory` waits for the one before and gives it back for the
+next copy to overwrite, so there is one copy of the state at most. `busy` tells a caller who would rather skip.
 
 A failed write (a full disk, say) is logged when it happens and leaves the earlier checkpoints as they are. Training
 goes on, and the next submission tries again. `close` waits for the thread, and raises the error of the last snapshot
@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from weakref import WeakSet
 
+from tutti.checkpoint.parts import PartRanks, PartWriter
 from tutti.checkpoint.storage import CheckpointWriter, EncodedSnapshot
 from tutti.errors import CheckpointError
 
@@ -35,10 +36,19 @@ def wait_for_all() -> None:
 class BackgroundWriter:
     """The writer of a run's checkpoints, in a thread of its own until `close`."""
 
-    def __init__(self, run: Path, keep: int) -> None:
-        """Lock the folder. Raises `CheckpointError` if another process writes to it."""
-        self._writer = CheckpointWriter(run, keep)
-        self._thread = ThreadPoolExecutor(1, "tutti-checkpoint")
+    def __init__(self, run: Path, keep: int, ranks: PartRanks | None = None) -> None:
+        """Lock the folder. Raises `CheckpointError` if another process writes to it.
+
+        Args:
+            ranks: those that write together, each its part; the first of them leads, and locks the folder.
+        """
+        self._writer: CheckpointWriter | PartWriter
+        if ranks is None:
+            self._writer, self._thread = CheckpointWriter(run, keep), ThreadPoolExecutor(1, "tutti-checkpoint")
+        else:
+            make = CheckpointWriter if ranks.leads else PartWriter
+            self._writer, self._thread = make(run, keep, ranks.transport), ranks.thread
+        self._ranks = ranks
         self._pending: Future[Path] | None = None
         self._last: EncodedSnapshot | None = None
         """The last snapshot: in the thread's hands until it is idle, then free to be overwritten."""
@@ -66,6 +76,14 @@ class BackgroundWriter:
         """Have a snapshot written, after the one before. The caller must not change its tensors until `memory`."""
         self.wait()
         self._last = snapshot
+        if self._ranks is not None and self._ranks.transport.cluster is not None:
+            # Messages in virtual time belong to the thread of the simulated rank.
+            self._pending = Future()
+            try:
+                self._pending.set_result(self._write(snapshot))
+            except CheckpointError as error:
+                self._pending.set_exception(error)
+            return
         self._pending = self._thread.submit(self._write, snapshot)
 
     def flush(self) -> Path | None:
@@ -83,7 +101,8 @@ class BackgroundWriter:
     def abandon(self) -> None:
         """Wait for the last snapshot, and let others write, without a word about an error that was logged."""
         self.wait()
-        self._thread.shutdown()
+        if self._ranks is None:
+            self._thread.shutdown()
         self._pending = self._last = None
         self._writer.close()
 
@@ -94,6 +113,8 @@ class BackgroundWriter:
 
     def _write(self, snapshot: EncodedSnapshot) -> Path:
         start_s = time.perf_counter()
+        if self._ranks is not None:
+            self._ranks.transport.activity.in_background()  # Waits of this thread do not stop training.
         try:
             return self._writer.write(snapshot)
         except CheckpointError as error:

@@ -24,6 +24,9 @@ FORMAT = 1
 INDEX = "checkpoint.json"
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.safetensors"
 FILES = (MODEL, OPTIMIZER, STATE)
+"""The files of a checkpoint, besides its index. Where several ranks have written it, each has written three."""
+
+_MOST_PARTS = 65536
 
 REPLACED = ".replaced-"
 """Prefix of a checkpoint while another of the same step takes its place. It counts while the other is missing."""
@@ -60,12 +63,21 @@ class CheckpointIndex:
     files: dict[str, StoredFile]
     trees: dict[str, Any]
     """The model, the optimiser's state and the other state, encoded by `tutti.checkpoint.tree`; by file."""
+    parts: int = 1
+    """Number of ranks that have written it: those that hold one replica of a split model together."""
     tutti: str = package.__version__
     format: int = FORMAT
 
     def __post_init__(self) -> None:
         if not all(isinstance(number, int) for number in (self.serial, self.steps, self.world_size)):
             raise TypeError("serial, steps and world_size must be whole numbers")
+        if not isinstance(self.parts, int) or not 0 < self.parts <= _MOST_PARTS:
+            raise TypeError(f"parts must be a whole number of 1 to {_MOST_PARTS}")
+
+    @property
+    def state_tree(self) -> Any:
+        """The tree of the first file of other state, which has all that belongs to no parameter."""
+        return self.trees[part_file(STATE, 0, self.parts)]
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "CheckpointIndex":
@@ -88,6 +100,14 @@ class CheckpointInfo:
     """Why it cannot be used, as far as one sees without reading the tensors; None if it is complete."""
     is_newer: bool = False
     """Whether that is its format, which a newer Tutti reads."""
+
+
+def part_file(name: str, part: int, parts: int) -> str:
+    """Return the name of a file of one of several parts; "model.safetensors" becomes model-00002-of-00004."""
+    if parts == 1:
+        return name
+    stem, _, suffix = name.partition(".")
+    return f"{stem}-{part + 1:05d}-of-{parts:05d}.{suffix}"
 
 
 def folder_name(steps: int) -> str:
@@ -126,9 +146,11 @@ def _parsed(path: Path, body: bytes) -> CheckpointIndex:
         fields = json.loads(body)
         version = fields["format"]
         if version == FORMAT:
-            if not set(fields["files"]) == set(fields["trees"]) == set(FILES):
-                raise ValueError(f"it lists the files {', '.join(sorted(fields['files']))}")
-            return CheckpointIndex.from_fields(fields)
+            index = CheckpointIndex.from_fields(fields)
+            expected = {part_file(name, part, index.parts) for part in range(index.parts) for name in FILES}
+            if not set(index.files) == set(index.trees) == expected:
+                raise ValueError(f"it lists the files {', '.join(sorted(index.files))}")
+            return index
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not an index of Tutti's ({error}). Use another checkpoint.") from error
     raise NewerFormat(
@@ -166,12 +188,13 @@ def _info(folder: Path, steps: int) -> CheckpointInfo:
     except CheckpointError as error:
         return CheckpointInfo(folder=folder, steps=steps, problem=str(error), is_newer=isinstance(error, NewerFormat))
     problems = [] if index.steps == steps else [f"{folder} holds step {index.steps}: it was renamed"]
-    problems += [problem for name, file in index.files.items() if (problem := _size_problem(folder / name, file))]
+    problems += [problem for name, file in index.files.items() if (problem := size_problem(folder / name, file))]
     size = sum(file.size for file in index.files.values())
     return CheckpointInfo(folder=folder, steps=steps, size=size, index=index, problem="; ".join(problems) or None)
 
 
-def _size_problem(path: Path, expected: StoredFile) -> str | None:
+def size_problem(path: Path, expected: StoredFile) -> str | None:
+    """Return what is wrong with a file, as far as one sees without reading it; None if it has the right size."""
     try:
         size = path.stat().st_size
     except OSError as error:
@@ -189,7 +212,7 @@ def verify(folder: Path) -> list[str]:
 
 
 def _file_problem(path: Path, expected: StoredFile) -> str | None:
-    if problem := _size_problem(path, expected):
+    if problem := size_problem(path, expected):
         return problem
     try:
         with path.open("rb") as file:

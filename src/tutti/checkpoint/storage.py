@@ -3,7 +3,7 @@
 How it works. `CheckpointWriter` holds the lock of the run's folder, so that there is one writer. A checkpoint goes
 through these names, and only a rename leads from one to the next:
 
-    .writing-step-N    its files are being written; each is synchronised with the disk, then the folder
+    .writing-step-N-*  its files are being written; each is synchronised with the disk, then the folder
     step-N             complete: readers look for this name only
     .replaced-step-N   moved away for another checkpoint of the same step; readers take it while step-N is missing
     .deleted-step-N    being deleted
@@ -11,12 +11,16 @@ through these names, and only a rename leads from one to the next:
 The new checkpoint is complete before an old one is touched. A writer that is killed leaves hidden folders, which the
 next write removes; a checkpoint under `.replaced-` goes back to its name if there is no other. `latest.json` is for
 people and other programs: reading does not depend on it.
+
+Ranks that hold a split model together write one checkpoint in parts (`tutti.checkpoint.parts`). Each part is a snapshot
+of its own, of which some values are shards; reading merges them to the snapshot of the whole.
 """
 
 import logging
 import platform
+import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,6 +33,7 @@ from torch import Tensor
 from tutti.checkpoint import durable
 from tutti.checkpoint.file_system import warn_about
 from tutti.checkpoint.index import (
+    FILES,
     INDEX,
     MODEL,
     OPTIMIZER,
@@ -40,15 +45,19 @@ from tutti.checkpoint.index import (
     folder_name,
     index_bytes,
     newest_complete,
+    part_file,
     read_index,
     refuse_if_any,
     warn_skipped,
 )
 from tutti.checkpoint.parallel import in_parallel
+from tutti.checkpoint.parts import OtherParts, write_part
 from tutti.checkpoint.run_lock import RunLock
 from tutti.checkpoint.tensor_files import parse_tensors, read_file, write_tensors
 from tutti.checkpoint.tree import decode, encode
 from tutti.errors import CheckpointError, ConfigError
+from tutti.parallel.shards import merged
+from tutti.transports import SingleRankTransport, Transport
 
 _log = logging.getLogger("tutti")
 
@@ -64,6 +73,7 @@ __all__ = [
     "read",
     "read_newest",
     "write",
+    "write_model",
 ]
 
 
@@ -142,10 +152,7 @@ class StoredSnapshot:
 
     def decoded(self) -> Snapshot:
         """Return the values. Raises `CheckpointError` if they cannot be made of the files."""
-        tensors = {name: parse_tensors(name, content) for name, content in self.contents.items()}
-        # Copied: who keeps a small one of these, such as the state of a generator, must not keep the whole file.
-        tensors[STATE] = {name: tensor.clone() for name, tensor in tensors[STATE].items()}
-        values = {name: decode(self.index.trees[name], tensors[name]) for name in self.contents}
+        values = {name: self.section(name) for name in FILES}
         return Snapshot(
             steps=self.index.steps,
             model=values[MODEL],
@@ -155,17 +162,41 @@ class StoredSnapshot:
             world_size=self.index.world_size,
         )
 
+    def section(self, name: str) -> Any:
+        """Return the values of one of `FILES`, of all parts."""
+        parts = []
+        for part in range(self.index.parts):
+            file = part_file(name, part, self.index.parts)
+            tensors = parse_tensors(file, self.contents[file])
+            if name == STATE:
+                # Copied: who keeps a small one of these, such as the state of a generator, must not keep the whole
+                # file.
+                tensors = {key: tensor.clone() for key, tensor in tensors.items()}
+            parts.append(decode(self.index.trees[file], tensors))
+        try:
+            return parts[0] if len(parts) == 1 else merged(parts)
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"the {len(parts)} parts of the checkpoint do not fit together: {error}. Use another checkpoint."
+            ) from error
+
 
 class CheckpointWriter:
     """The one writer of checkpoints in a run's folder, until `close`."""
 
-    def __init__(self, run: Path, keep: int = 3) -> None:
-        """Make the folder if needed, and lock it. `keep`: how many of the newest checkpoints stay."""
+    def __init__(self, run: Path, keep: int = 3, ranks: Transport | None = None) -> None:
+        """Make the folder if needed, and lock it.
+
+        Args:
+            keep: how many of the newest checkpoints stay.
+            ranks: those that write together, of which this is the first; without them, this one writes alone.
+        """
         if keep < 1:
             raise ConfigError(f"the number of checkpoints to keep must be 1 or more, got {keep}.")
         with durable.explained_errors(f"write checkpoints to {run}"):
             run.mkdir(parents=True, exist_ok=True)
         self._run, self.keep = run, keep
+        self._others = OtherParts(ranks or SingleRankTransport())
         self._lock = RunLock(run)
         if warning := warn_about(run):
             _log.warning("%s", warning)
@@ -186,24 +217,28 @@ class CheckpointWriter:
         After an error the earlier checkpoints are as before. Replaces a checkpoint of the same number of steps.
         """
         name = folder_name(snapshot.steps)
-        with durable.explained_errors(f"write the checkpoint {self._run / name}"):
-            self._remove_leftovers()
-            temporary = self._run / f"{_WRITING}{name}"
-            try:
-                self._fill(temporary, snapshot)
-                final = self._publish(temporary, name)
-            except BaseException:
-                shutil.rmtree(temporary, ignore_errors=True)
-                raise
-            durable.replace_file(self._run / "latest.json", f'{{"checkpoint": "{name}"}}\n'.encode())
-            self._delete_old()
+        try:
+            with durable.explained_errors(f"write the checkpoint {self._run / name}"):
+                self._remove_leftovers()
+                temporary = self._run / f"{_WRITING}{name}-{secrets.token_hex(8)}"
+                try:
+                    self._fill(temporary, snapshot)
+                    final = self._publish(temporary, name)
+                except BaseException:
+                    shutil.rmtree(temporary, ignore_errors=True)
+                    raise
+                durable.replace_file(self._run / "latest.json", f'{{"checkpoint": "{name}"}}\n'.encode())
+                self._delete_old()
+        finally:
+            self._others.end()
         return final
 
     def _fill(self, folder: Path, snapshot: EncodedSnapshot) -> None:
         """Write all files of a checkpoint into a new folder."""
         folder.mkdir()
-        # All files at once: one core computes checksums no faster than a disk writes. A failure waits for the others.
-        stored = in_parallel(write_tensors, [(folder / file, tensors) for file, tensors in snapshot.tensors.items()])
+        self._others.begin(folder)
+        own = write_part(folder, snapshot, 0, self._others.num_parts)
+        parts = [own, *self._others.collect(folder)]
         index = CheckpointIndex(
             serial=1 + max((info.index.serial for info in checkpoints(self._run) if info.index), default=0),
             steps=snapshot.steps,
@@ -212,8 +247,9 @@ class CheckpointWriter:
             time=datetime.now(UTC).isoformat(timespec="seconds"),
             torch=str(torch.__version__),
             python=platform.python_version(),
-            files=dict(zip(snapshot.tensors, stored, strict=True)),
-            trees=snapshot.trees,
+            files={name: file for part in parts for name, file in part.files.items()},
+            trees={name: tree for part in parts for name, tree in part.trees.items()},
+            parts=len(parts),
         )
         with durable.opened(folder / INDEX) as file:
             durable.write_all(file, memoryview(index_bytes(index)))
@@ -265,11 +301,21 @@ def write(run: Path, snapshot: Snapshot, keep: int = 3) -> Path:
         return writer.write(encoded)
 
 
-def read(folder: Path) -> StoredSnapshot:
-    """Read a checkpoint. Raises `CheckpointError` if anything in it is not as it was written."""
+def read(folder: Path, sections: Sequence[str] = FILES) -> StoredSnapshot:
+    """Read a checkpoint, or some of its `FILES`. Raises `CheckpointError` if these are not as they were written."""
     index = read_index(folder)
-    contents = in_parallel(read_file, [(folder / name, file) for name, file in index.files.items()])
-    return StoredSnapshot(index, dict(zip(index.files, contents, strict=True)))
+    contents: dict[str, Tensor] = {}
+    for part in range(index.parts):
+        names = [part_file(name, part, index.parts) for name in sections]
+        found = in_parallel(read_file, [(folder / name, index.files[name]) for name in names])
+        contents.update(zip(names, found, strict=True))
+    return StoredSnapshot(index, contents)
+
+
+def write_model(folder: Path, to: Path) -> None:
+    """Write the model of a checkpoint, whatever its parts, to one file under its own names."""
+    _, tensors = encode(read(folder, [MODEL]).section(MODEL))
+    write_tensors(to, tensors)
 
 
 def read_newest(run: Path) -> tuple[Path, StoredSnapshot] | None:

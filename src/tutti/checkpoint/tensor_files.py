@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Semaphore, Thread
@@ -73,10 +73,20 @@ class BackgroundHash:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> StoredFile:
     """Write the tensors to a new file, and return its size and SHA-256. The file has reached the disk then."""
+    return write_blocks(path, tensor_blocks(tensors))
+
+
+def tensor_blocks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    """Yield the content of a file of tensors, in blocks of some megabytes."""
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
+    yield from _blocks(_header(ordered), ordered)
+
+
+def write_blocks(path: Path, blocks: Iterable[memoryview]) -> StoredFile:
+    """As `write_tensors`, for the content of a file. The memory of a block must stay as it is afterwards."""
     size = 0
     with opened(path) as file, BackgroundHash() as checksum:
-        for block in _blocks(_header(ordered), ordered):
+        for block in blocks:
             checksum.update(block)
             write_all(file, block)
             if hasattr(os, "posix_fadvise"):

@@ -4,6 +4,8 @@ JSON values stand for themselves. Everything else is an object with the key "!",
 
     {"!": "tensor", "name": "state.0.exp_avg"}                               a tensor of the file
     {"!": "tensor", "name": ..., "dtype": "complex128", "shape": [2]}        one stored as bytes
+    {"!": "tensor", "name": ..., "place": {"dim": 0, "shape": [8], "pieces": [[4, 2]]}}
+                                                                             a shard, and its place in the whole tensor
     {"!": "array", "name": ..., "dtype": "<f4", "shape": [2]}                a NumPy array, stored as bytes
     {"!": "dict", "items": [[key, value], ...]}                              keys that are not all text
 
@@ -14,6 +16,7 @@ import base64
 import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.errors import CheckpointError
+from tutti.parallel.shards import Shard, TensorShard
 
 TAG = "!"
 """The key that marks an object which is not a plain dict."""
@@ -105,7 +109,7 @@ class _Encoder:
         """Return one value as JSON; None in place of what is refused."""
         if len(path) > _MAX_DEPTH:
             return self._refuse(path[:3], f"is nested more than {_MAX_DEPTH} deep, or contains itself")
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor | TensorShard):
             return self._tensor(value, path)
         if isinstance(value, np.generic | np.ndarray):  # Before float: np.float64 is one.
             return self._array(value, path)
@@ -126,7 +130,10 @@ class _Encoder:
         items = [[self.encode(key, path), self.encode(item, (*path, key))] for key, item in value.items()]
         return {TAG: "dict", "items": items}
 
-    def _tensor(self, value: Tensor, path: Path) -> Any:
+    def _tensor(self, value: Tensor | TensorShard, path: Path) -> Any:
+        if isinstance(value, TensorShard):
+            entry = self._tensor(value.tensor, path)
+            return entry and {**entry, "place": asdict(value.place)}
         if type(value) not in _PLAIN_TENSORS:
             return self._refuse(path, f"is {_kind(value)}, a subclass of Tensor")
         if value.layout is not torch.strided or value.is_quantized or value.is_nested or value.is_meta:
@@ -200,8 +207,12 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return _DECODERS[kind](value)
 
 
-def _stored_tensor(value: dict[str, Any], stored: Tensor) -> Tensor:
-    return stored.view(_dtype(value["dtype"])).reshape(value["shape"]) if "dtype" in value else stored
+def _stored_tensor(value: dict[str, Any], stored: Tensor) -> Tensor | TensorShard:
+    tensor = stored.view(_dtype(value["dtype"])).reshape(value["shape"]) if "dtype" in value else stored
+    if (place := value.get("place")) is None:
+        return tensor
+    pieces = tuple((start, length) for start, length in place["pieces"])
+    return TensorShard(tensor, Shard(place["dim"], tuple(place["shape"]), pieces))
 
 
 def _stored_array(value: dict[str, Any], raw: Tensor | bytes) -> np.ndarray:

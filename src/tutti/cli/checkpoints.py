@@ -121,9 +121,21 @@ def _export(folder: Path, to: Path, overwrite: bool) -> None:
     beside = to.with_name(f".{to.name}.new")
     with explained_errors(f"write {to}"):
         try:
-            shutil.copyfile(folder / MODEL, beside)
+            _copy_model(folder, beside)
             beside.replace(to)
         except BaseException:
             beside.unlink(missing_ok=True)
             raise
     typer.echo(f"exported the model of {folder} to {to} ({format_size(to.stat().st_size)})")
+
+
+def _copy_model(folder: Path, to: Path) -> None:
+    """Copy the model of a checkpoint as it is, or put it together from the parts that several ranks have written."""
+    from tutti.checkpoint.index import MODEL, read_index
+
+    if read_index(folder).parts == 1:
+        shutil.copyfile(folder / MODEL, to)
+    else:
+        from tutti.checkpoint.storage import write_model  # Imports torch.
+
+        write_model(folder, to)

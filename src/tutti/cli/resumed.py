@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from tutti.checkpoint.index import INDEX, STATE, newest_complete, read_index
+from tutti.checkpoint.index import INDEX, newest_complete, read_index
 from tutti.cli.options import is_given, refuse_given
 from tutti.errors import CheckpointError, ConfigError
 from tutti.recipes import recipe
@@ -34,7 +34,7 @@ def resumed(
         missing = "holds no checkpoint" if run.exists() else "does not exist"
         raise CheckpointError(f"{run} {missing}. Give the folder of a run, such as runs/digits-2x.{here}")
     index = read_index(folder)
-    saved = _saved_config(index.trees[STATE], folder)
+    saved = _saved_config(index.state_tree, folder)
     if requested.recipe and requested.recipe != saved.recipe:
         raise ConfigError(f"{run} is a run of {saved.recipe}, not of {requested.recipe}: leave the recipe out.")
     given = {name for name in context.params if is_given(context, name)}
@@ -44,7 +44,7 @@ def resumed(
     if requested.data is not None:
         changed["data"] = requested.data  # It may come from the environment.
     config = replace(saved, **changed)
-    _refuse_complete(run, config, index.trees[STATE])
+    _refuse_complete(run, config, index.state_tree)
     return config, workers if "workers" in given else index.world_size
 
 

@@ -22,9 +22,9 @@ def all_gather_json(value: Any, transport: Transport) -> list[Any]:
     if transport.size == 1:
         return [value]
     if transport.rank == 0:
-        values = [value] + [_receive(transport, rank) for rank in range(1, transport.size)]
+        values = [value] + [receive_json(transport, rank) for rank in range(1, transport.size)]
         return list(_broadcast(values, transport))
-    _send(value, transport, 0)
+    send_json(value, transport, 0)
     return list(_broadcast(None, transport))
 
 
@@ -43,14 +43,15 @@ def _broadcast(value: Any, transport: Transport) -> Any:
     return _decode(data)
 
 
-def _send(value: Any, transport: Transport, dst: int) -> None:
+def send_json(value: Any, transport: Transport, dst: int) -> None:
     """Send the length of a value, then its bytes. Returns when both have left."""
     data = _encode(value)
     transport.isend(torch.tensor([data.numel()], device="cpu"), dst).wait()
     transport.isend(data, dst).wait()
 
 
-def _receive(transport: Transport, src: int) -> Any:
+def receive_json(transport: Transport, src: int) -> Any:
+    """Wait for a value that `send_json` sends."""
     length = torch.empty(1, dtype=torch.int64, device="cpu")
     transport.irecv(length, src).wait()
     data = torch.empty(int(length), dtype=torch.uint8, device="cpu")

@@ -16,6 +16,7 @@ from tutti.job.state import job_state, load_job_state
 from tutti.job.values import CollectiveValues
 from tutti.parallel.model_on_mesh import ModelOnMesh
 from tutti.parallel.pipeline.step import Loss, PipelineStep
+from tutti.parallel.saved_part import SavedPart
 from tutti.replica import HookedReplica
 from tutti.replica.hooks import explained
 from tutti.strategies import Exchange, Strategy
@@ -116,6 +117,14 @@ class Job(CollectiveValues, JobCheckpoints, JobProgress, NotCopied):
         are not. The optimiser's state is there as well, where parameter servers have it or a mesh has split it; to
         evaluate, `optimizer=False` saves that transfer. Afterwards the rank's own values are restored.
         """
+        split = self._model_on_mesh
+        whole = nullcontext() if split is None else split.full_model(optimizer)
+        with self._agreement(*copies, optimizer=optimizer), whole:
+            yield self._model
+
+    @contextmanager
+    def _agreement(self, *copies: nn.Module, optimizer: bool) -> Iterator[None]:
+        """As `consensus`, but on a mesh each rank holds its part of the model only. Collective."""
         # A second one would take the consensus for this rank's own values, and restore those at its end.
         _refuse_in_consensus(self._replica, "a second job.consensus()")
         with self.world.waiting(self._exchange):
@@ -127,8 +136,7 @@ class Job(CollectiveValues, JobCheckpoints, JobProgress, NotCopied):
             self._confirm_losses()
             for copy in copies:
                 local += self._average(copy)
-            with nullcontext() if self._model_on_mesh is None else self._model_on_mesh.full_model(optimizer):
-                yield self._model
+            yield
         finally:
             # Also after an error inside: the rank must not train on from the consensus by accident.
             self._replica.in_consensus = False
@@ -158,9 +166,33 @@ class Job(CollectiveValues, JobCheckpoints, JobProgress, NotCopied):
         alone, which saves the transfer to the others.
         """
         with self.world.waiting(self._exchange):
-            return job_state(
-                self.strategy, self._replica, self._exchange, self.world.calls, self._model_on_mesh, everywhere
-            )
+            state = self._own_state(everywhere)
+            if self._model_on_mesh is not None:
+                state["exchange"] = self._model_on_mesh.gather_state(state["exchange"])
+            return state
+
+    def _own_state(self, everywhere: bool) -> dict[str, Any]:
+        return job_state(
+            self.strategy, self._replica, self._exchange, self.world.calls, self._model_on_mesh, everywhere
+        )
+
+    @contextmanager
+    def saved_part(self, *copies: nn.Module) -> Iterator[SavedPart | None]:
+        """Hold what all ranks agree on, and yield what this rank saves of it; None if others save it. Collective.
+
+        For `Checkpoints`. Where a mesh splits the model, no rank has the whole of it here.
+        """
+        with self.world.waiting(self._exchange):
+            state = self._own_state(everywhere=False)
+        split = self._model_on_mesh
+        if split is None or not split.mesh.is_split:
+            with self.consensus(*copies) as model:
+                optimizer = self._replica.optimizer
+                yield SavedPart(model.state_dict(), optimizer.state_dict(), state) if self.is_leader else None
+        else:
+            with self._agreement(*copies, optimizer=True):
+                saves = self._exchange.is_leader  # Of the ranks that hold the same part, the first that is left.
+                yield split.saved_part(self._replica.optimizer, state) if saves else None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state that `state_dict` returned; every rank loads it, before its first step. Collective.

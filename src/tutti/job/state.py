@@ -63,7 +63,7 @@ def job_state(
     model_on_mesh: ModelOnMesh | None,
     everywhere: bool = True,
 ) -> dict[str, Any]:
-    """Return the state of a job, for `Job.state_dict`. Collective."""
+    """Return the state of a job, on a mesh with this rank's part of the strategy's state. Collective along `data`."""
     parts = exchange.state_dict()
     if replica.owed:
         # In units of the mean, as `Exchange.add_to_gradient` takes it.
@@ -74,7 +74,7 @@ def job_state(
         "strategy": str(strategy),
         "steps": replica.steps,
         "parameters": _shapes(replica, model_on_mesh),
-        "exchange": parts if model_on_mesh is None else model_on_mesh.gather_state(parts),
+        "exchange": parts,
     }
 
 

@@ -58,6 +58,11 @@ class Mesh:
         """Number of all ranks."""
         return prod(self.shape.values())
 
+    @property
+    def is_split(self) -> bool:
+        """Whether a replica of the model is split over several ranks."""
+        return self.tensor * self.pipe > 1
+
     def mistakes(self, num_ranks: int) -> list[str]:
         """Return what is wrong with using the mesh on `num_ranks` ranks."""
         if self.size == num_ranks:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.codecs import Cast
@@ -41,13 +41,14 @@ from tutti.parallel.pipeline.step import Loss, PipelineStep
 from tutti.parallel.replica_gradients import ReplicaGradients
 from tutti.parallel.same_batch import SameBatchCheck
 from tutti.parallel.same_copies import SameCopiesCheck
+from tutti.parallel.saved_part import SavedPart, model_part, optimizer_part
 from tutti.parallel.split_state import SplitNames
 from tutti.parallel.tensor.plan import TensorPlan, nothing_split_mistakes, tensor_plan
 from tutti.replica import HookedReplica
 from tutti.replica.batchnorm import SyncedBatchNorm
 from tutti.simulation import operator_clock
 from tutti.strategies import Strategy
-from tutti.transports import SingleRankTransport, Transport
+from tutti.transports import SharesMemory, SingleRankTransport, Transport
 
 if TYPE_CHECKING:
     from tutti.parallel.tensor.sharded_model import ShardedModel
@@ -82,6 +83,10 @@ class ModelOnMesh:
             else SingleRankTransport(transport.timeout, transport.world_rank)
         )
         """Between the ranks that hold a replica together."""
+        # Messages between threads that write checkpoints. Where the transport shares memory, the plain one beneath it.
+        plain = transport.inner if isinstance(transport, SharesMemory) else transport
+        self.parts_transport = plain.channel("checkpoint parts", replica_ranks) if mesh.is_split else None
+        """Between the ranks that save a replica together; None if each rank has the whole model."""
         self.data_transport = self._axis_transports["data"]
         """Between the ranks that hold the same part of the model."""
         self._device = next(model.parameters()).device
@@ -136,7 +141,7 @@ class ModelOnMesh:
         split_transports = {axis: self._axis_transports[axis] for axis in ("tensor", "pipe")}
         self._gradients = ReplicaGradients(self.local_module, optimizer, split_transports, self._is_sharded)
         self._resources.callback(self._gradients.close)
-        if mesh.tensor * mesh.pipe > 1:
+        if mesh.is_split:
             refusal = LoadRefusal(model, optimizer, transport.world_rank)
             self._resources.callback(refusal.close)
 
@@ -205,9 +210,28 @@ class ModelOnMesh:
         """Return the state of the whole model, from those of all ranks that hold a replica together. Collective."""
         return self._split_names.gather(state, self._replica_transport)
 
+    def saved_part(self, optimizer: Optimizer, state: dict[str, Any]) -> SavedPart:
+        """Return what this rank saves of the model, the optimiser and a job's state. Not collective.
+
+        Every value is saved by one rank of a replica, and every shard by the rank that has it.
+        """
+        part = {"exchange": self._split_names.part(state["exchange"])}
+        shards = {p: shard for sharded in self._sharded for p, shard in sharded.shards.items()}
+        first_copy = self._axis_transports["tensor"].rank == 0
+
+        def owns(tensor: Tensor) -> bool:
+            stage = self._staged is None or self._staged.owns(tensor)
+            return stage and (first_copy or tensor in shards)
+
+        return SavedPart(
+            model=model_part(self.model, owns, shards, self.is_replica_leader),
+            optimizer=optimizer_part(optimizer, owns, shards, self.is_replica_leader),
+            job={**state, **part} if self.is_replica_leader else part,
+        )
+
     def local_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a state of the whole model, saved on any mesh or on none."""
-        if self.mesh.tensor * self.mesh.pipe == 1:
+        if not self.mesh.is_split:
             return state
         part: dict[str, Any] = self._split_names.cut(state)
         return part
@@ -245,8 +269,9 @@ class ModelOnMesh:
 
     def _release(self) -> None:
         self._resources.close()  # Process groups first: they use channels of the axis transports.
-        for transport in (*self._axis_transports.values(), self._replica_transport):
-            transport.close()
+        for transport in (*self._axis_transports.values(), self._replica_transport, self.parts_transport):
+            if transport is not None:
+                transport.close()
 
     def _single_stage_plan(self) -> PipelinePlan:
         """Return the plan of a pipeline step without a pipeline: microbatches whose gradients are accumulated."""
@@ -263,9 +288,9 @@ def mesh_mistakes(
     """Return what is wrong with splitting `model` over `mesh`, as far as can be seen without doing it."""
     mistakes = [*mesh.mistakes(num_ranks), *_optimizer_mistakes(optimizer, mesh)]
     # What needs the whole model on every rank.
-    if mesh.tensor * mesh.pipe > 1 and any(isinstance(module, Branches) for module in model.modules()):
+    if mesh.is_split and any(isinstance(module, Branches) for module in model.modules()):
         mistakes.append("Branches need the whole model on every rank: use them without tensor and pipe.")
-    if strategy.needs_whole_model and mesh.tensor * mesh.pipe > 1:
+    if strategy.needs_whole_model and mesh.is_split:
         mistakes.append(
             f"strategy '{strategy}' needs the whole model on every rank, and a rank of this mesh has a part of it: "
             "choose another strategy."

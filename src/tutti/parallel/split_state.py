@@ -7,25 +7,14 @@ of parameters or buffers has an entry for each of them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor, nn
 
+from tutti.parallel.shards import Shard, marked, merged
 from tutti.replica.gathered import gather_state
 from tutti.transports import Transport
-
-
-@dataclass(frozen=True)
-class Shard:
-    """This rank's shard of a parameter: its dimension, the blocks along it, and the shape of the whole."""
-
-    dim: int
-    num_blocks: int
-    shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    rank: int
-    num_ranks: int
 
 
 class SplitNames:
@@ -45,10 +34,17 @@ class SplitNames:
         """Return the whole state, from those of all ranks that hold a replica together. Collective."""
         if transport.size == 1 and not self._shards:
             return state
-        shards = {name: vars(shard) for name, shard in self._shards.items()}
+        shards = {name: asdict(shard) for name, shard in self._shards.items()}
         parts = gather_state([self._renamed(state), shards], transport)
-        whole: dict[str, Any] = _merged([part for part, _ in parts], [shards for _, shards in parts])
+        whole: dict[str, Any] = merged(
+            [marked(part, {name: Shard(**place) for name, place in places.items()}) for part, places in parts]
+        )
         return whole
+
+    def part(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's state under the names of the whole model, with its shards marked."""
+        part: dict[str, Any] = marked(self._renamed(state), self._shards)
+        return part
 
     def cut(self, state: Any) -> Any:
         """Return this rank's part of a whole state: the entries of its parameters, under its names, cut to shards."""
@@ -77,9 +73,7 @@ class SplitNames:
             return {key: self._sharded(each, shard) for key, each in value.items()}
         if shard is None or not isinstance(value, Tensor) or tuple(value.shape) != shard.shape:
             return value
-        from tutti.parallel.tensor.shard_spec import ShardSpec  # Imports DTensor, which is slow.
-
-        return ShardSpec(shard.dim, shard.num_blocks).shard(value, shard.rank, shard.num_ranks)
+        return shard.of(value)
 
     def _renamed(self, state: Any) -> Any:
         """Return this rank's state with the names of the whole model."""
@@ -100,37 +94,3 @@ class SplitNames:
             elif self._whole_names[parameter] not in self._shards:
                 renamed[name + at + self._whole_names[parameter]] = value
         return renamed
-
-
-def _merged(states: list[Any], shards: list[dict[str, Any]], parameter: str = "") -> Any:
-    """Merge the states of ranks that hold different parts: `parameter` is the one that they belong to, if it is one."""
-    first = states[0]
-    if isinstance(first, dict):
-        # One after the other: the parameters of a stage stay together.
-        keys = dict.fromkeys(key for state in states for key in state)
-        return {key: _merged_entry(key, states, shards, parameter) for key in keys}
-    if isinstance(first, list) and all(isinstance(each, str) for state in states for each in state):
-        return list(dict.fromkeys(each for state in states for each in state))
-    if isinstance(first, list):
-        return [_merged(list(each), shards, parameter) for each in zip(*states, strict=True)]
-    if isinstance(first, Tensor) and parameter in shards[0]:
-        known = [shards_of[parameter] for shards_of in shards]
-        if all(tuple(state.shape) == tuple(shard["local_shape"]) for state, shard in zip(states, known, strict=True)):
-            return _whole(states, known)
-    return first
-
-
-def _merged_entry(key: Any, states: list[Any], shards: list[dict[str, Any]], parameter: str) -> Any:
-    """Merge one entry of dicts, of those ranks that have it."""
-    having = [(state[key], shards_of) for state, shards_of in zip(states, shards, strict=True) if key in state]
-    name = key if any(key in shards_of for _, shards_of in having) else parameter
-    return _merged([value for value, _ in having], [shards_of for _, shards_of in having], name)
-
-
-def _whole(parts: list[Tensor], shards: list[dict[str, Any]]) -> Tensor:
-    """Return the tensor whose shards these are."""
-    from tutti.parallel.tensor.shard_spec import ShardSpec  # Imports DTensor, which is slow.
-
-    ordered = sorted(zip(parts, shards, strict=True), key=lambda pair: pair[1]["rank"])
-    spec = ShardSpec(shards[0]["dim"], shards[0]["num_blocks"])
-    return spec.full_tensor([part for part, _ in ordered]).contiguous()

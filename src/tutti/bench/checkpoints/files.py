@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from tutti.checkpoint.index import FILES
+from tutti.checkpoint.index import read_index
 
 _BLOCK_BYTES = 8 * 2**20
 
@@ -12,7 +12,7 @@ _BLOCK_BYTES = 8 * 2**20
 def size_ratio(folder: Path) -> float:
     """Return the size of all files of a checkpoint, relative to the values of the tensors in them."""
     tensors = 0
-    for name in FILES:
+    for name in read_index(folder).files:
         with (folder / name).open("rb") as file:
             header = int.from_bytes(file.read(8), "little")
         tensors += (folder / name).stat().st_size - 8 - header

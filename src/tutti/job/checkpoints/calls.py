@@ -14,6 +14,7 @@ import torch
 
 from tutti.checkpoint.background import BackgroundWriter
 from tutti.checkpoint.interval import Every
+from tutti.checkpoint.parts import OtherParts, PartRanks
 from tutti.checkpoint.storage import EncodedSnapshot
 from tutti.collectives.calls import Combine
 from tutti.coordination.activity import IDLE
@@ -98,7 +99,7 @@ class Request:
 
 
 class Checkpoints:
-    """The checkpoints of one job: its schedules, and on the leader the writers.
+    """The checkpoints of one job: its schedules, and on ranks that write the writers.
 
     How it works. Every checkpoint takes two collective calls around the copying (`snapshot.take`). In the first, ranks
     agree on whether it is taken: the leader may have a mistake to report (the folder is in use) or be busy, and any
@@ -111,6 +112,9 @@ class Checkpoints:
         """`world` is that of all ranks that save together: on a mesh, more than `job.world`."""
         self._job = ref(job)  # Weak: the job holds this.
         self._world, self._replica, self._exchange, self._model_on_mesh = world, replica, exchange, model_on_mesh
+        transport = None if model_on_mesh is None else model_on_mesh.parts_transport
+        self._part_ranks = None if transport is None else PartRanks(transport)
+        """The ranks that write together, if a mesh splits the model."""
         self._writers: dict[Path, BackgroundWriter] = {}
         self._schedules: dict[tuple[Path, Every], CheckpointSchedule] = {}
         self._begun: set[Path] = set()
@@ -180,11 +184,11 @@ class Checkpoints:
         try:
             taken, stop, random = self._agree(run, request, job)
             if taken or stop:
-                writer = self._writers.get(run)  # On the leader.
+                writer = self._writers.get(run)  # On ranks that write.
                 memory = None if writer is None else writer.memory()
                 state = {"random": random, "extra": request.extra}
                 with self._own_buffers():
-                    snapshot = take(job, self._replica.optimizer, parts, state, self._call, memory)
+                    snapshot = take(job, parts, state, self._call, memory)
                 self._begun.add(run)
                 if snapshot is not None:
                     self._submit(run, request, snapshot)
@@ -253,7 +257,7 @@ class Checkpoints:
             writer.abandon()
             writer = None
         if writer is None:
-            writer = self._writers[run] = BackgroundWriter(run, keep)
+            writer = self._writers[run] = BackgroundWriter(run, keep, self._part_ranks)
         return writer
 
     def _submit(self, run: Path, request: Request, snapshot: EncodedSnapshot) -> None:
@@ -262,11 +266,14 @@ class Checkpoints:
             self._writer(run, request.keep).submit(snapshot)
         except CheckpointError as error:
             _log.error("%s Training goes on.", error)
+            if self._part_ranks is not None:
+                OtherParts(self._part_ranks.transport).end()  # They wait to be told where to write.
 
     def _end(self, run: Path, stop: int) -> None:
         """End the program when the leader has written the checkpoint. Collective."""
         result: str | ConfigError = ""
-        if run in self._writers:
+        job = self._job()
+        if run in self._writers and job is not None and job.is_leader:
             try:
                 folder = self._writers[run].flush()
                 _log.warning("stopped after step %d. Continue from %s", self._replica.steps, folder)
@@ -293,16 +300,18 @@ class Checkpoints:
         while self._writers:
             _, writer = self._writers.popitem()
             writer.close()
-        self._unwatch()  # Only now: a signal must not end the process while it writes.
+        self._release()  # Only now: a signal must not end the process while it writes.
 
     def abandon(self) -> None:
         """Wait until everything is written, after a job that failed: errors were logged. Idempotent."""
         while self._writers:
             _, writer = self._writers.popitem()
             writer.abandon()
-        self._unwatch()
+        self._release()
 
-    def _unwatch(self) -> None:
+    def _release(self) -> None:
+        if self._part_ranks is not None:
+            self._part_ranks.close()
         if self._watches:
             self._watches = False
             signals.unwatch()

@@ -1,21 +1,22 @@
-"""The state of a whole run, put together on the rank that writes it.
+"""The state of a whole run, copied on the rank that writes it, or in parts on those that hold a split model.
 
 How it works. All ranks are in `take`, between two steps. What follows is collective, so that the parts belong together:
 
 1. Every rank sends the position of its data. (Random states came with the call in which ranks agreed.)
-2. The strategy's state is gathered (`job.state_dict`).
-3. In `job.consensus()` the model holds what all ranks agree on. The leader encodes everything and copies it.
-4. A last call: nobody trains on before the leader has its copy. Under Hogwild the model itself lies in memory that
-   other ranks write. It also carries the leader's error, a value that cannot be stored, to all ranks.
+2. The strategy's state is gathered, on a mesh between ranks that hold the same part.
+3. The model holds what all ranks agree on (`Job.saved_part`). The leader encodes everything and copies it. If a mesh
+   splits the model, each rank of the first replica does so with its own part, and no rank has the whole model; the
+   leader alone has what belongs to no parameter.
+4. A last call: nobody trains on before all copies are made. Under Hogwild the model itself lies in memory that other
+   ranks write. It also carries an error, a value that cannot be stored, to all ranks.
 
-After that the copy belongs to the leader's background writer.
+After that each copy belongs to the background writer of its rank.
 """
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from tutti.checkpoint.storage import EncodedSnapshot, Snapshot
 from tutti.errors import CheckpointError, ConfigError
@@ -29,13 +30,12 @@ Call = Callable[[str, Any, Callable[[dict[int, Any]], Any]], Any]
 
 def take(
     job: "Job",
-    optimizer: Optimizer,
     parts: Mapping[str, Any],
     state: Mapping[str, Any],
     call: Call,
     memory: EncodedSnapshot | None,
 ) -> EncodedSnapshot | None:
-    """Return a copy of the state of all ranks on the leader, and None on others. Collective.
+    """Return a copy of the state of all ranks, or this rank's part; None on ranks that save nothing. Collective.
 
     Args:
         state: what is known already: the random state of every rank, and values of the user's own.
@@ -45,17 +45,19 @@ def take(
     copies = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
     # Also on ranks that do not write: the state of sharded data is put together by all ranks.
     states = {name: part.state_dict() for name, part in parts.items() if name not in copies}
-    strategy = job.state_dict(everywhere=False)  # On the leader, which writes it.
     taken: EncodedSnapshot | None = None
     mistake: CheckpointError | None = None
-    with job.consensus(*copies.values()) as model:
-        if job.is_leader:
-            states |= {name: part.state_dict() for name, part in copies.items()}
+    with job.saved_part(*copies.values()) as part:
+        if part is not None:
+            own: dict[str, Any] = {}
+            if job.is_leader:
+                states |= {name: copy.state_dict() for name, copy in copies.items()}
+                own = {**state, "parts": states}
             snapshot = Snapshot(
                 steps=job.steps,
-                model=model.state_dict(),
-                optimizer=optimizer.state_dict(),
-                state={**state, "job": strategy, "parts": states},
+                model=part.model,
+                optimizer=part.optimizer,
+                state={**own, "job": part.job},
                 strategy=str(job.strategy),
                 world_size=len(state["random"]),
             )

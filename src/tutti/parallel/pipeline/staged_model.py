@@ -110,6 +110,10 @@ class StagedModel:
             # Also drops what was changed in tensors of other ranks: only the owner's tensors count.
             self._free_remote()
 
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether this rank is the one that sends a parameter or buffer to the others, and saves it."""
+        return self._owners.get(tensor, 0) == self._transport.rank
+
     def close(self) -> None:
         """Give every rank the whole model and optimiser state, and release the model. Collective along `pipe`."""
         self._gather(optimizer=True)

@@ -1,12 +1,13 @@
 """`ShardSpec`: the part of a parameter that each tensor-parallel rank holds."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import Placement, Replicate, placement_types
 
+from tutti.parallel.shards import Shard
 from tutti.parallel.tensor.rules import CONVOLUTIONS
 from tutti.parallel.tensor.styles import ParallelStyle
 
@@ -25,17 +26,22 @@ class ShardSpec:
         """The same as a placement of DTensor."""
         if self.dim is None:
             return Replicate()
-        return Shard(self.dim) if self.num_blocks == 1 else _StridedShard(self.dim, split_factor=self.num_blocks)
+        if self.num_blocks == 1:
+            return placement_types.Shard(self.dim)
+        return placement_types._StridedShard(self.dim, split_factor=self.num_blocks)
+
+    def place(self, shape: Sequence[int], rank: int, num_ranks: int) -> Shard:
+        """Return the place of one rank's shard in a parameter of this shape, which is sharded."""
+        assert self.dim is not None
+        block_size = shape[self.dim] // self.num_blocks
+        # DTensor's own function, so that uneven shards have the sizes that DTensor expects. In 2.9 it is not public.
+        size, offset = placement_types.Shard(self.dim)._local_shard_size_and_offset(block_size, num_ranks, rank)
+        pieces = tuple((block * block_size + int(offset), int(size)) for block in range(self.num_blocks))
+        return Shard(self.dim, tuple(shape), pieces)
 
     def shard(self, full: Tensor, rank: int, num_ranks: int) -> Tensor:
         """Return the shard of one rank, copied; the tensor itself if it is not sharded."""
-        if self.dim is None:
-            return full
-        block_size = full.shape[self.dim] // self.num_blocks
-        # DTensor's own function, so that uneven shards have the sizes that DTensor expects. In 2.9 it is not public.
-        size, offset = Shard(self.dim)._local_shard_size_and_offset(block_size, num_ranks, rank)
-        starts = [block * block_size + int(offset) for block in range(self.num_blocks)]
-        return torch.cat([full.narrow(self.dim, start, int(size)) for start in starts], self.dim)
+        return full if self.dim is None else self.place(full.shape, rank, num_ranks).of(full)
 
     def full_tensor(self, shards: list[Tensor]) -> Tensor:
         """Return the parameter whose shards, by rank, are given."""

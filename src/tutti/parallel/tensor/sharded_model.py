@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_map_only
 
 from tutti.errors import ConfigError
 from tutti.parallel.groups import broadcast
-from tutti.parallel.split_state import Shard
+from tutti.parallel.shards import Shard
 from tutti.parallel.support import SUPPORT, together
 from tutti.parallel.tensor.gather_fallback import GatherFallbackMode, is_sharding_error
 from tutti.parallel.tensor.layers import Undo, parallelise, replicate, to_dtensors, to_full_tensors
@@ -146,13 +146,8 @@ class ShardedModel:
     @property
     def shards(self) -> dict[nn.Parameter, Shard]:
         """The shard that this rank has of each parameter that is sharded."""
-        rank, size, found = self._group.rank(), self._group.size(), {}
-        for parameter in self._sharded_parameters:
-            spec, shape = self._specs[parameter], self._full_shapes[parameter][0]
-            assert spec.dim is not None
-            local_shape = spec.shard(torch.empty(shape, device="meta"), rank, size).shape
-            found[parameter] = Shard(spec.dim, spec.num_blocks, tuple(shape), tuple(local_shape), rank, size)
-        return found
+        rank, size = self._group.rank(), self._group.size()
+        return {p: self._specs[p].place(self._full_shapes[p][0], rank, size) for p in self._sharded_parameters}
 
     @property
     def _sharded_parameters(self) -> list[nn.Parameter]:
