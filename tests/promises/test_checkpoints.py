@@ -22,7 +22,7 @@ from support import run_ok, run_threads
 from tutti.checkpoint import tensor_files
 from tutti.checkpoint.durable import write_all
 from tutti.checkpoint.index import checkpoints
-from tutti.checkpoint.storage import CheckpointWriter
+from tutti.checkpoint.storage import CheckpointWriter, read
 from tutti.data import shard
 from tutti.errors import CheckpointError, ConfigError
 from tutti.job import Job, distribute
@@ -496,7 +496,7 @@ MESHES = {
 def test_a_run_continues_on_another_mesh(before: str, after: str, tmp_path: Path) -> None:
     mesh, size = MESHES[before]
     run_ok(mesh_run, mesh, tmp_path, 5, False, size=size, transport="sockets")
-    assert load_file(tmp_path / "step-00000005" / "model.safetensors")["0.weight"].shape == (32, 6)
+    assert read(tmp_path / "step-00000005").decoded().model["0.weight"].shape == (32, 6)
     mesh, size = MESHES[after]
     got = run_ok(mesh_run, mesh, tmp_path, None, True, size=size, transport="sockets")
     wanted = run_ok(mesh_run, None, tmp_path, None, False, size=2, transport="sockets")

@@ -214,9 +214,11 @@ class Job(CollectiveValues, JobCheckpoints, JobProgress, NotCopied):
                     self._finish_exchange()
                 if self._exchange.tolerates_loss:
                     self.world.confirm()  # Cut off, it would finish alone, and that model is not the job's.
-                self._checkpoints.close()
-                if self._model_on_mesh is not None:
-                    self._model_on_mesh.close()
+                try:
+                    self._checkpoints.close()
+                finally:  # Also if a checkpoint could not be written: the other ranks wait for this one's part.
+                    if self._model_on_mesh is not None:
+                        self._model_on_mesh.close()
                 self.world.tolerate_loss(False)  # From here on a crash of this process is a failure again.
             finally:
                 self._release()

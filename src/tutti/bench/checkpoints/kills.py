@@ -37,6 +37,7 @@ from tutti.launch.local import supervise
 
 _WORKERS = 2
 _OTHER_WORKERS = (2, 3, 4)
+"""Multiples of the ranks that split a model are drawn from them."""
 _TOLERANCE = 1e-10
 """Largest difference of parameters between exact runs on different numbers of workers, relative to the largest."""
 _NOISE = 0.5
@@ -54,10 +55,16 @@ class Subject:
     """Whether the result is that of one worker, whatever their number."""
     asynchronous: bool = False
     """Whether the result differs from run to run, and the strategy goes on without a lost rank."""
+    tensor: int = 1
+    """Number of ranks that split the model, and write its checkpoints together."""
+
+    def __str__(self) -> str:
+        return self.strategy if self.tensor == 1 else f"{self.strategy}, tensor={self.tensor}"
 
 
 SUBJECTS = (
     Subject("native", "shared_memory", exact=True),
+    Subject("native", "shared_memory", exact=True, tensor=2),
     Subject("ring", "sockets", exact=True),
     Subject("onebit:exact_below=0", "sockets"),
     Subject("bmuf:every=4", "shared_memory"),
@@ -65,7 +72,7 @@ SUBJECTS = (
     Subject("ps:async", "shared_memory", asynchronous=True),
 )
 
-QUICK = tuple(replace(SUBJECTS[number], epochs=2) for number in (1, 2, 3))
+QUICK = tuple(replace(SUBJECTS[number], epochs=2) for number in (2, 3, 4))
 """An exact strategy, and two with state of their own."""
 
 
@@ -153,7 +160,7 @@ class _Storm:
 
     def __init__(self, subject: Subject, num_kills: int, draw: random.Random) -> None:
         self._subject, self._num_kills, self._draw = subject, num_kills, draw
-        self.outcome = StormOutcome(subject.strategy)
+        self.outcome = StormOutcome(str(subject))
         self._undisturbed: list[Result] = []
         self._span_s = 0.0
         """Seconds within which an attempt is killed."""
@@ -167,7 +174,7 @@ class _Storm:
                 attempt.execute(self._subject.transport)
                 self._span_s = (time.perf_counter() - attempt.started_s) / 2
                 if attempt.results is None:
-                    raise RuntimeError(f"an undisturbed run under {self._subject.strategy} failed: {attempt.error}")
+                    raise RuntimeError(f"an undisturbed run under {self._subject} failed: {attempt.error}")
                 self._undisturbed.append(attempt.results[0])
                 self.outcome.undisturbed_losses.append(attempt.results[0].loss)
                 if wrong := misused(Path(folder), NUM_SAMPLES, attempt.run.epochs):
@@ -202,10 +209,11 @@ class _Storm:
                 self._compare(attempt.results, resized)
 
     def _run(self, folder: str) -> RunSettings:
-        return RunSettings(self._subject.strategy, folder, self._subject.epochs)
+        return RunSettings(self._subject.strategy, folder, self._subject.epochs, tensor=self._subject.tensor)
 
     def _attempt(self, run: RunSettings, number: int, resized: bool) -> _Attempt:
-        workers = self._draw.choice(_OTHER_WORKERS) if resized else _WORKERS
+        others = [number for number in _OTHER_WORKERS if number % self._subject.tensor == 0]
+        workers = self._draw.choice(others) if resized else _WORKERS
         delay_s = self._draw.uniform(0, self._span_s) if self.outcome.kills < self._num_kills else None
         # A strategy that goes on without a lost rank cannot know which of its samples were used.
         alone = not self._subject.asynchronous and self._draw.random() < 0.5
@@ -268,7 +276,7 @@ def storm(
     for number, subject in enumerate(subjects):
         # As many for each, and one more for the first ones if they do not divide evenly.
         share = num_kills // len(subjects) + (number < num_kills % len(subjects))
-        one = _Storm(subject, share, random.Random(f"{seed} {subject.strategy}"))
+        one = _Storm(subject, share, random.Random(f"{seed} {subject}"))
         one.undisturbed(num_undisturbed if subject.asynchronous else 1)
         while one.outcome.kills < share and not one.outcome.problems:
             one.one_run(done)

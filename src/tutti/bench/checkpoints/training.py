@@ -15,6 +15,7 @@ from tutti.data.shard import shard
 from tutti.job.distribution import distribute
 from tutti.launch import init
 from tutti.launch.supervisor_pipe import SupervisorPipe
+from tutti.parallel import Mesh
 from tutti.strategies import parse
 
 NUM_SAMPLES = 300
@@ -32,6 +33,8 @@ class RunSettings:
     epochs: int
     every: int = 3
     """Steps between two checkpoints."""
+    tensor: int = 1
+    """Number of ranks that split the model."""
 
     @property
     def checkpoints(self) -> Path:
@@ -75,7 +78,8 @@ def train(run: RunSettings, attempt: int) -> Result:
     # At the rate of one worker, stale updates diverge now and then, also in runs that nobody disturbs.
     strategy = parse(run.strategy)
     strategy.learning_rate(world.size).apply(optimizer)
-    job = distribute(model, optimizer, strategy)
+    mesh = Mesh(data=world.size // run.tensor, tensor=run.tensor) if run.tensor > 1 else None
+    job = distribute(model, optimizer, strategy, mesh=mesh)
     samples = _NumberedSamples()
     batches = shard(DataLoader(samples, batch_size=_BATCH, shuffle=True), world=job.world)
     parts: tuple[Any, ...] = (batches, StepLR(optimizer, NUM_SAMPLES // (4 * _BATCH), 0.9))
@@ -88,7 +92,8 @@ def train(run: RunSettings, attempt: int) -> Result:
                 optimizer.zero_grad()
                 parts[1].step()
                 # Before the checkpoint of this step: a step that a checkpoint holds has been recorded.
-                record.append(job.steps, batches.epoch, numbers.tolist())
+                if world.rank % run.tensor == 0:  # Ranks that split a model have the same samples.
+                    record.append(job.steps, batches.epoch, numbers.tolist())
                 job.checkpoint(run.checkpoints, *parts, every=run.every)
         steps = job.steps
         job.finish()

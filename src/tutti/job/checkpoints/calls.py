@@ -59,7 +59,8 @@ class JobCheckpoints:
         the model, the optimiser, the strategy's state, random states, and the states of the `parts`.
 
         Args:
-            run: the folder of the run's checkpoints. Only the first rank writes.
+            run: the folder of the run's checkpoints. Only the first rank writes, or each rank of the first replica if a
+                mesh splits the model.
             parts: objects with `state_dict` and `load_state_dict`: what `shard` returned, schedulers, a GradScaler.
             every: take one only now and then: a number of steps, or a time such as "5m". `tutti run
                 --checkpoint-every` overrules it. When the process gets SIGTERM or SIGUSR1, one more is written, and the
