@@ -177,7 +177,7 @@ class Job(CollectiveValues, JobCheckpoints, JobProgress, NotCopied):
         )
 
     @contextmanager
-    def saved_part(self, *copies: nn.Module) -> Iterator[SavedPart | None]:
+    def _saved_part(self, *copies: nn.Module) -> Iterator[SavedPart | None]:
         """Hold what all ranks agree on, and yield what this rank saves of it; None if others save it. Collective.
 
         For `Checkpoints`. Where a mesh splits the model, no rank has the whole of it here.

@@ -4,7 +4,7 @@ How it works. All ranks are in `take`, between two steps. What follows is collec
 
 1. Every rank sends the position of its data. (Random states came with the call in which ranks agreed.)
 2. The strategy's state is gathered, on a mesh between ranks that hold the same part.
-3. The model holds what all ranks agree on (`Job.saved_part`). The leader encodes everything and copies it. If a mesh
+3. The model holds what all ranks agree on (`Job._saved_part`). The leader encodes everything and copies it. If a mesh
    splits the model, each rank of the first replica does so with its own part, and no rank has the whole model; the
    leader alone has what belongs to no parameter.
 4. A last call: nobody trains on before all copies are made. Under Hogwild the model itself lies in memory that other
@@ -47,7 +47,7 @@ def take(
     states = {name: part.state_dict() for name, part in parts.items() if name not in copies}
     taken: EncodedSnapshot | None = None
     mistake: CheckpointError | None = None
-    with job.saved_part(*copies.values()) as part:
+    with job._saved_part(*copies.values()) as part:
         if part is not None:
             own: dict[str, Any] = {}
             if job.is_leader:
