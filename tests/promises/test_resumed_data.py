@@ -1,5 +1,6 @@
 """Positions in the data of training jobs: steps that a `GradScaler` skips, accumulation, other numbers of ranks."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from tutti.world import World
 NUM_SAMPLES = 24
 
 
-def dataset() -> TensorDataset:
-    x = torch.randn(NUM_SAMPLES, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return TensorDataset(x, x[:, :1].clone(), torch.arange(NUM_SAMPLES))
+def dataset(num_samples: int = NUM_SAMPLES) -> TensorDataset:
+    x = torch.randn(num_samples, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return TensorDataset(x, x[:, :1].clone(), torch.arange(num_samples))
 
 
 class Run:
@@ -145,6 +146,53 @@ def test_a_run_on_other_numbers_of_ranks_ends_where_the_undisturbed_one_ends(
     undisturbed = run_ok(_steps, None, -1, size=sizes[0], transport="sockets")[0][2]
     for mine, wanted in zip(results[0][2], undisturbed, strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-10, atol=1e-12)
+
+
+def _with_checkpoints(world: World, strategy: str, folder: Path, num_steps: int) -> tuple[int, int]:
+    """Save after every step; stop after some steps of this world, or at the end of the second epoch."""
+    run = Run(world, strategy)
+    before = 0 if run.job.restore(folder, run.data) is None else run.job.steps
+    for epoch in run.data.epochs(2):
+        for x, y, _ in epoch:
+            run.loss(x, y).backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            run.job.checkpoint(folder, run.data, every=1)
+            if run.job.steps == before + num_steps:
+                run.job.__exit__(KeyError, None, None)
+                return before, num_steps
+    steps = run.job.steps - before
+    run.job.finish()
+    return before, steps
+
+
+@pytest.mark.parametrize("strategy", ["ring", "bmuf:every=2", "diloco:every=3", "gossip", "peers", "ps:async"])
+def test_more_ranks_than_samples_in_a_step_take_the_same_steps_under_every_strategy(
+    strategy: str, tmp_path: Path
+) -> None:
+    """Five ranks share steps of four samples: one that went without a step would be missing in collective calls."""
+    run_ok(_with_checkpoints, strategy, tmp_path, 3, size=2, transport="sockets")
+    results = run_ok(_with_checkpoints, strategy, tmp_path, -1, size=5, transport="sockets")
+    assert results == [(3, 9)] * 5
+
+
+def _uneven(world: World, strategy: str, folder: Path) -> int:
+    run = Run(world, strategy)
+    data = tutti.shard(dataset(NUM_SAMPLES + 1), world=world)
+    with run.job:
+        for epoch in data.epochs(2):
+            for x, y, _ in epoch:
+                run.loss(x[None], y[None]).backward()
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+                run.job.checkpoint(folder, data, every=13)  # In the last step of an epoch.
+        return run.job.steps
+
+
+@pytest.mark.parametrize("strategy", ["ring", "bmuf:every=2", "gossip", "peers", "ps:async"])
+def test_ranks_without_a_last_item_are_in_its_checkpoint(strategy: str, tmp_path: Path) -> None:
+    assert run_ok(_uneven, strategy, tmp_path, size=2, transport="sockets") == [26, 26]
+    assert sorted(folder.name for folder in tmp_path.glob("step-*")) == ["step-00000013", "step-00000026"]
 
 
 # --- an asynchronous strategy: ranks at different positions ---

@@ -55,7 +55,7 @@ def flat(nest: Iterable[Iterable[Any]]) -> list[Any]:
 
 @pytest.fixture
 def model() -> nn.Module:
-    """For `world.sample_counts.models`: what is drawn while it is there and trains is taken to be trained on."""
+    """For `world.sample_counts.distributed`: what is drawn while it is there and trains is taken to be trained on."""
     return nn.Linear(1, 1)
 
 
@@ -378,7 +378,7 @@ def test_seed_decides_a_datasets_order() -> None:
 def test_length_of_a_dataset_in_training_counts_the_echo(model: nn.Module) -> None:
     """A schedule made from the length must fit the number of steps, which is the same on every rank."""
     for world in worlds(2):
-        world.sample_counts.models.add(model)
+        world.sample_counts.distributed.add(model)
         sharded = tutti.shard(numbers(7), world=world)
         assert len(sharded) == len(list(sharded)) == 4
 
@@ -565,7 +565,7 @@ def test_echo_keeps_ranks_in_step_and_changes_nothing(size: int, num_steps: int,
 def test_echo_weighs_nothing(model: nn.Module) -> None:
     """Rank 1 of 2 holds three of seven items, and the last of them once more with weight 0."""
     world = worlds(2)[1]
-    world.sample_counts.models.add(model)
+    world.sample_counts.distributed.add(model)
     batches = batches_of_uneven_sizes()
     weights = []
     for x, _ in tutti.shard(iter(batches), world=world):
@@ -575,7 +575,7 @@ def test_echo_weighs_nothing(model: nn.Module) -> None:
 
 def test_no_echo_where_all_ranks_have_as_many(model: nn.Module) -> None:
     for world in worlds(3):
-        world.sample_counts.models.add(model)
+        world.sample_counts.distributed.add(model)
         assert list(tutti.shard(iter(range(6)), world=world)) == [world.rank, world.rank + 3]
 
 
@@ -586,7 +586,7 @@ def test_no_echo_outside_training(where: str, kind: str, model: nn.Module) -> No
     seen = []
     for world in worlds(3):
         if where != "no job":
-            world.sample_counts.models.add(model.train(where != "eval"))
+            world.sample_counts.distributed.add(model.train(where != "eval"))
         data = iter(range(7)) if kind == "iterable" else list(range(7))
         with torch.set_grad_enabled(where != "no_grad"):
             seen += list(tutti.shard(data, world=world))
@@ -612,7 +612,7 @@ def test_no_echo_in_evaluation_of_a_distributed_model() -> None:
 def test_training_on_fewer_items_than_ranks_is_refused(kind: str, model: nn.Module) -> None:
     """A rank without a single item has nothing to echo; it would leave the others waiting."""
     world = worlds(3)[2]
-    world.sample_counts.models.add(model)
+    world.sample_counts.distributed.add(model)
     data = iter(range(2)) if kind == "iterable" else numbers(2)
     with pytest.raises(ConfigError, match=r"2 .*cannot be divided between 3 ranks"):
         list(tutti.shard(data, world=world))

@@ -89,7 +89,7 @@ class HookedReplica(Replica):
 
     def _listen_to_model(self, to: EventScope) -> None:
         self._handles.append(self.model.register_forward_pre_hook(_ForwardHook(self), with_kwargs=True))
-        # `shard` then knows that a rank which runs out of data must still take part in the last step.
+        # Steps that a `GradScaler` skips show in these models' gradients.
         if to == "gradients":
             self._sample_counts.models.add(self.model)
         else:

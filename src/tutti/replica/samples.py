@@ -69,8 +69,12 @@ class SampleCounts:
 
     @property
     def in_training(self) -> bool:
-        """Whether a batch that is given out now is likely to be trained on."""
-        return torch.is_grad_enabled() and any(model.training for model in self.models)
+        """Whether a batch that is given out now is likely to be trained on.
+
+        A rank that runs out of data must take part in the last step then, under every strategy: a rank that has taken
+        fewer steps than the others is missing in their collective calls.
+        """
+        return torch.is_grad_enabled() and any(model.training for model in self.distributed)
 
 
 class Contribution:
