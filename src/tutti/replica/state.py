@@ -82,7 +82,28 @@ def take_from_rank_0(model: nn.Module, optimizer: Optimizer, transport: Transpor
         tensors = [torch.empty(shape, dtype=getattr(torch, dtype), device="cpu") for shape, dtype in kinds]
     broadcast_all(tensors, transport)
     # On rank 0 too: loading may cast what it loads, and must then do so everywhere.
-    optimizer.load_state_dict(unpack(packed, tensors))
+    load_optimizer_state(optimizer, unpack(packed, tensors))
+
+
+def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load a state into an optimiser, with tensors in the memory order of their parameters.
+
+    Fused optimisers go through the memory of a parameter and of its state side by side, whatever their strides are.
+    What was sent, or read from a file, is in the order of its indices: for parameters in another one, such as
+    `channels_last`, they would silently take other elements' state.
+    """
+    optimizer.load_state_dict(state)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            own = optimizer.state.get(parameter, {})
+            own.update({key: in_order_of(parameter, value) for key, value in own.items()})
+
+
+def in_order_of(parameter: Tensor, value: Any) -> Any:
+    """Return a value of an optimiser's state, in the memory order of the parameter if it has an entry per element."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
 
 
 def share_buffers(model: nn.Module, transport: Transport) -> None:

@@ -17,6 +17,7 @@ from tutti.collectives.calls import CollectiveCalls
 from tutti.collectives.packing import from_bytes, to_bytes
 from tutti.replica import Replica
 from tutti.replica.buckets import Slot
+from tutti.replica.state import load_optimizer_state
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def load_optimizer_states(optimizer: Optimizer, slots: Iterable[Slot], states: d
             packed["state"][numbers[id(slot.tensor)]] = {
                 key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()
             }
-    optimizer.load_state_dict(packed)
+    load_optimizer_state(optimizer, packed)
 
 
 def own_buffers(replica: Replica, values: Sequence[Tensor] | None = None) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from tutti.collectives import broadcast_all, broadcast_json
 from tutti.errors import CheckpointError, ConfigError
 from tutti.job.state import refuse_another_model
 from tutti.parallel.model_on_mesh import ModelOnMesh
+from tutti.replica.state import load_optimizer_state
 from tutti.transports import Transport
 
 
@@ -93,7 +94,7 @@ def _check_model(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
 def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load an optimiser's state. Raises `ConfigError` if it is of another optimiser."""
     try:
-        optimizer.load_state_dict(dict(state))
+        load_optimizer_state(optimizer, dict(state))
     except (KeyError, ValueError) as error:
         raise ConfigError(
             f"this checkpoint was saved with another optimiser than this {type(optimizer).__name__}: {error}"

@@ -14,6 +14,7 @@ from tutti.errors import ConfigError
 from tutti.replica import Bucket
 from tutti.replica.buckets import Slot, like
 from tutti.replica.samples import ADD_UP
+from tutti.replica.state import in_order_of
 from tutti.strategies.parameter_server.consistency import Consistency
 from tutti.strategies.parameter_server.ledger import Update
 from tutti.strategies.parameter_server.optimizer_options import OptimizerOptions
@@ -213,7 +214,7 @@ def _copy_segment(value: Any, segment: ShardSegment, slot: Slot) -> Any:
     value = value.detach().to("cpu", copy=True)
     # A step count, for example, has no element per parameter element: every segment gets the whole.
     if segment.is_whole or value.shape != slot.tensor.shape:
-        return value
+        return in_order_of(slot.tensor, value)
     # Segments count elements in memory order, which `like` gives the flat copy.
     flat = torch.empty(value.numel(), dtype=value.dtype)
     like(flat, slot.tensor).copy_(value)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tutti.replica.buckets import Slot
+from tutti.replica.state import in_order_of
 
 _log = logging.getLogger("tutti")
 
@@ -66,4 +67,5 @@ def _for_parameter(key: str, value: Any, parameter: Tensor, on_device: bool) -> 
         return value
     if key == "step":
         return value.to(parameter.device) if on_device else value
-    return value.to(parameter.device, parameter.dtype if parameter.is_floating_point() else value.dtype)
+    value = value.to(parameter.device, parameter.dtype if parameter.is_floating_point() else value.dtype)
+    return in_order_of(parameter, value)
