@@ -170,7 +170,8 @@ def test_a_rank_is_killed_while_there_is_no_coordinator(transport: str) -> None:
         for rank in job.ranks[:2]:
             assert rank.end() == 1, rank.said
             # Who fails second may name the first as well: nobody can announce now that it only follows another.
-            assert re.search(r"RankLost: rank \d: .*rank 2 is gone: its process \d+ on \S+ has ended", rank.said)
+            found = re.search(r"RankLost: rank \d: .*rank 2 is gone: its process \d+ on \S+ has ended", rank.said)
+            assert found, rank.said
 
 
 def test_an_evicted_rank_that_comes_back_ends_with_an_error() -> None:

@@ -10,10 +10,10 @@ from threading import Event, Thread, Timer
 
 import pytest
 
-from tutti.coordination import Coordinator, MemberDescription, Secret, connect_member, forks, link
+from tutti.coordination import Coordinator, MemberDescription, Secret, connect_member, forks, handshake, link
 from tutti.coordination.link import ConnectedMember, Endpoint, _Unreachable
 from tutti.coordination.member import confirm
-from tutti.errors import RankLost
+from tutti.errors import ConfigError, RankLost
 
 PATIENCE_S = 2.0
 WITHIN_S = 10.0
@@ -137,6 +137,22 @@ def test_observers_are_not_among_the_ranks(job: Job) -> None:
     job.member(-1)
     job.member(3)
     assert job.coordinator.present() == [3]
+
+
+@pytest.fixture
+def between_hosts(monkeypatch: pytest.MonkeyPatch) -> Job:
+    """A job whose connections are encrypted, as they are where they do not use loopback."""
+    monkeypatch.setattr(handshake, "is_loopback", lambda address: False)
+    return Job()
+
+
+def test_another_secret_on_another_host(between_hosts: Job) -> None:
+    with between_hosts.stack:
+        assert between_hosts.member(0).sync(WITHIN_S)
+        between_hosts.secret = Secret.generate()  # As a host makes one that was given none.
+        with pytest.raises(ConfigError, match=r"rank 1: the coordinator at .* has another secret.*set TUTTI_SECRET"):
+            between_hosts.member(1)
+        assert between_hosts.coordinator.present() == [0]
 
 
 def test_a_member_confirms_that_it_takes_part(job: Job) -> None:
