@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import ConcatDataset
 
+import tutti
 from command import Call
 from tutti.cli.training_run import check_target
 from tutti.errors import TargetMissed
@@ -169,6 +170,34 @@ def test_a_rate_that_does_not_fit_is_warned_of_and_a_missed_target_has_status_3(
     ended = call(*again.split()[1:])
     assert (ended.status, ended.err) == (0, ""), ended
     assert "0.125, momentum 0.5 (auto)" in ended.out
+
+
+def _few_steps(strategy: str, agree: bool) -> torch.Tensor:
+    """Parameters after 12 steps of this rank, with `job.consensus` after each if the ranks are to agree."""
+    world = tutti.init()
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with tutti.distribute(model, optimizer, strategy=strategy, world=world) as job:
+        generator = torch.Generator().manual_seed(world.rank)
+        for _ in range(12):
+            model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if agree:
+                with job.consensus(optimizer=False):
+                    pass
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_stale_servers_start_synchronously_where_ranks_agree_after_each_step() -> None:
+    """As docs/learning-rates.md recommends for the first half of a training: the steps are those of `ps:bsp`."""
+    synchronous, agreeing, stale = (
+        simulate(_few_steps, *arguments, workers=4).results[0]
+        for arguments in (("ps:bsp", False), ("ps:ssp=3", True), ("ps:ssp=3", False))
+    )
+    torch.testing.assert_close(agreeing, synchronous)
+    assert not torch.allclose(stale, synchronous)
 
 
 def test_fewer_epochs_miss_no_target(call: Call) -> None:
