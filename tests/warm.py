@@ -12,8 +12,8 @@ Who ends what: if the small program is killed, its connection closes and the ser
 ends, the server's standard input closes, and the server kills all children and ends. If the server is killed, the
 kernel kills its children, and the small programs see their connections close.
 
-The child has another process number than the small program, which passes SIGINT and SIGTERM on to it. A test that sends
-other signals, or signals to a process group, or that looks at how Python starts, needs a real interpreter.
+The child has another process number than the small program, which passes SIGINT, SIGTERM and SIGUSR1 on to it. A test
+that sends other signals, or signals to a process group, or that looks at how Python starts, needs a real interpreter.
 """
 
 import array
@@ -97,7 +97,7 @@ def _ask(path: str, arguments: list[str]) -> None:
         connection.connect(path)
         passed = array.array("i", [*spaces, *files])
         connection.sendmsg([json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)])
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda number, _: connection.send(str(number).encode()))
         for file in files:  # The child has them: only its end closes them.
             os.close(file)

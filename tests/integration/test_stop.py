@@ -3,13 +3,13 @@
 import os
 import signal
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from random import Random
 
 import pytest
 
+import warm
 from tutti.checkpoint.index import newest_complete, read_index
 
 SCRIPT = """
@@ -48,7 +48,7 @@ def start(
     """Start a run that prints "trains" after `first` steps."""
     (folder / "train.py").write_text(SCRIPT)
     arguments = [strategy, epochs, *map(str, (loader_workers, first, samples))]
-    command = [sys.executable, "-m", "tutti", "run", "--workers", "2", "train.py", *arguments]
+    command = [*warm.main_of("tutti.cli"), "run", "--workers", "2", "train.py", *arguments]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -75,14 +75,14 @@ def test_a_stopped_run_writes_one_more_checkpoint(number: int, strategy: str, tm
     assert f"continues from {read_index(folder).steps}" in out
 
 
-def processes_of(run: subprocess.Popen[str]) -> list[int]:
-    """A process and all that descend from it."""
-    found = [run.pid]
+def processes_of_run() -> list[int]:
+    """The launcher and all that descend from it: what the warm server has started."""
+    found = warm.server_pids()
     for process in found:
         with suppress(FileNotFoundError, ProcessLookupError):  # It has ended.
             for task in Path(f"/proc/{process}/task").iterdir():
                 found += map(int, (task / "children").read_text().split())
-    return found
+    return found[1:]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_nobody_whom_the_loop_needs_ends_before_the_last_checkpoint(
     assert run.stdout is not None
     while "trains" not in run.stdout.readline():
         assert run.poll() is None
-    for process in processes_of(run) if everywhere else [run.pid]:
+    for process in processes_of_run() if everywhere else [run.pid]:
         os.kill(process, number)
     _, err = run.communicate(timeout=25)
     assert run.returncode == 128 + number, err
@@ -113,7 +113,7 @@ def test_sigterm_to_all_processes_at_any_moment(seed: int, tmp_path: Path) -> No
     assert run.stdout is not None
     while "trains" not in run.stdout.readline():
         assert run.poll() is None
-    processes = processes_of(run)
+    processes = processes_of_run()
     moments.shuffle(processes)
     for process in processes:
         with suppress(ProcessLookupError):  # A worker whose epoch has ended.
@@ -125,20 +125,8 @@ def test_sigterm_to_all_processes_at_any_moment(seed: int, tmp_path: Path) -> No
 
 def test_a_run_that_cannot_save_in_time_is_ended(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.replace('every="1h")', 'every="1h") if job.steps < 20 else None'))
-    command = [
-        sys.executable,
-        "-m",
-        "tutti",
-        "run",
-        "--workers",
-        "2",
-        "--grace",
-        "1s",
-        "train.py",
-        "native",
-        ENDLESS,
-        *("0", "20", "4000"),
-    ]
+    words = ["run", "--workers", "2", "--grace", "1s", "train.py", "native", ENDLESS, "0", "20", "4000"]
+    command = [*warm.main_of("tutti.cli"), *words]
     run = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert run.stdout is not None
     while "trains" not in run.stdout.readline():

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+import warm
 from support import run_ok, run_threads
 from tutti.checkpoint import parts, tensor_files
 from tutti.checkpoint.index import FILES, INDEX, checkpoints, newest_complete, part_file, read_index, verify
@@ -406,7 +406,7 @@ job.finish()
 
 def launched(script: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT + script)
-    command = [sys.executable, "-m", "tutti", "run", "--workers", "2", "train.py", *arguments]
+    command = [*warm.main_of("tutti.cli"), "run", "--workers", "2", "train.py", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=50, check=False)
 
 
