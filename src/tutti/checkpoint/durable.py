@@ -8,7 +8,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tutti.errors import CheckpointError
@@ -51,6 +51,15 @@ def sync_folder(folder: Path) -> None:
             os.fsync(file)
         finally:
             os.close(file)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, as far as they are missing, whose names reach the disk too."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        with suppress(PermissionError):  # One may write to some folders, and not read them.
+            sync_folder(each.parent)
 
 
 def replace_file(path: Path, data: bytes) -> None:

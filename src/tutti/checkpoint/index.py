@@ -9,9 +9,10 @@ import hashlib
 import json
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tutti as package
 from tutti.errors import CheckpointError
@@ -28,11 +29,17 @@ FILES = (MODEL, OPTIMIZER, STATE)
 
 _MOST_PARTS = 65536
 
+_MOST_LISTS = 10
+"""How often checkpoints are listed anew because a writer has deleted all of them for newer ones."""
+
 REPLACED = ".replaced-"
 """Prefix of a checkpoint while another of the same step takes its place. It counts while the other is missing."""
 
 _BEFORE, _BETWEEN, _AFTER = b'{"sha256":"', b'","index":', b"}\n"
 _FOLDER = re.compile(r"step-(\d{8,})")
+_FILE = re.compile(r"(model|optimizer|state)(-\d{5}-of-\d{5})?\.safetensors")
+
+Read = TypeVar("Read")
 
 
 class NewerFormat(CheckpointError):
@@ -108,6 +115,12 @@ def part_file(name: str, part: int, parts: int) -> str:
         return name
     stem, _, suffix = name.partition(".")
     return f"{stem}-{part + 1:05d}-of-{parts:05d}.{suffix}"
+
+
+def is_foreign(folder: Path) -> bool:
+    """Whether a folder has no index, but files of another program: it is none of Tutti's, whatever its name."""
+    names = {entry.name for entry in folder.iterdir()}
+    return INDEX not in names and not all(map(_FILE.fullmatch, names))
 
 
 def folder_name(steps: int) -> str:
@@ -227,12 +240,33 @@ def newest_complete(run: Path) -> Path | None:
 
     Logs a warning for each damaged one that it skips. Raises `CheckpointError` if all are damaged.
     """
-    for info in candidates(run):
-        problems = verify(info.folder)
-        if not problems:
-            return info.folder
-        warn_skipped(info, "; ".join(problems))
-    refuse_if_any(run)
+    found = first_complete(run, _verified)
+    return None if found is None else found[0]
+
+
+def _verified(folder: Path) -> None:
+    if problems := verify(folder):
+        raise CheckpointError("; ".join(problems))
+
+
+def first_complete(run: Path, read: Callable[[Path], Read]) -> tuple[Path, Read] | None:
+    """Return the newest checkpoint that `read` can read, and the result; None if the run has no checkpoint at all.
+
+    `read` raises `CheckpointError` for one that is damaged: a warning says so, and the one before is taken. One that a
+    writer has deleted meanwhile is not damaged: there are newer ones then.
+    """
+    for _ in range(_MOST_LISTS):
+        found = candidates(run)
+        _refuse_newer(run, found)
+        for info in found:
+            try:
+                return info.folder, read(info.folder)
+            except CheckpointError as error:
+                if info.folder.exists():
+                    _log.warning("checkpoint %s is skipped: %s", info.folder, error)
+        if all(info.folder.exists() for info in found):
+            break
+    _refuse_if_any(run)
     return None
 
 
@@ -247,12 +281,18 @@ def candidates(run: Path) -> list[CheckpointInfo]:
     return checkpoints(run) if exists else []
 
 
-def warn_skipped(info: CheckpointInfo, problem: str) -> None:
-    """Log that a damaged checkpoint is not used."""
-    _log.warning("checkpoint %s is skipped: %s", info.folder, problem)
+def _refuse_newer(run: Path, found: list[CheckpointInfo]) -> None:
+    """Raise `CheckpointError` if a newer Tutti has continued the run: an older one would go back behind that."""
+    last = max((info.steps for info in found if info.index is not None), default=-1)
+    for info in found:
+        if info.is_newer and info.steps > last:
+            raise CheckpointError(
+                f"{run} was continued by a newer Tutti: {info.problem}. To go back to an earlier checkpoint, give its "
+                "folder."
+            )
 
 
-def refuse_if_any(run: Path) -> None:
+def _refuse_if_any(run: Path) -> None:
     """Raise `CheckpointError` if there are checkpoints: a start from the beginning would hide the damage."""
     if found := candidates(run):
         raise CheckpointError(

@@ -6,7 +6,7 @@ through these names, and only a rename leads from one to the next:
     .writing-step-N-*  its files are being written; each is synchronised with the disk, then the folder
     step-N             complete: readers look for this name only
     .replaced-step-N   moved away for another checkpoint of the same step; readers take it while step-N is missing
-    .deleted-step-N    being deleted
+    .deleted-*         being deleted
 
 The new checkpoint is complete before an old one is touched. A writer that is killed leaves hidden folders, which the
 next write removes; a checkpoint under `.replaced-` goes back to its name if there is no other. `latest.json` is for
@@ -40,15 +40,14 @@ from tutti.checkpoint.index import (
     REPLACED,
     STATE,
     CheckpointIndex,
-    candidates,
     checkpoints,
+    first_complete,
     folder_name,
     index_bytes,
+    is_foreign,
     newest_complete,
     part_file,
     read_index,
-    refuse_if_any,
-    warn_skipped,
 )
 from tutti.checkpoint.parallel import in_parallel
 from tutti.checkpoint.parts import OtherParts, write_part
@@ -194,7 +193,7 @@ class CheckpointWriter:
         if keep < 1:
             raise ConfigError(f"the number of checkpoints to keep must be 1 or more, got {keep}.")
         with durable.explained_errors(f"write checkpoints to {run}"):
-            run.mkdir(parents=True, exist_ok=True)
+            durable.make_folder(run)
         self._run, self.keep = run, keep
         self._others = OtherParts(ranks or SingleRankTransport())
         self._lock = RunLock(run)
@@ -259,39 +258,52 @@ class CheckpointWriter:
         """Give a complete checkpoint its name."""
         final, replaced = self._run / name, self._run / f"{REPLACED}{name}"
         if final.exists():
+            self._refuse_foreign(final)
             final.rename(replaced)
         temporary.rename(final)
         durable.sync_folder(self._run)
         if replaced.exists():
-            durable.remove_folder(replaced, self._run / f"{_DELETED}{name}")
+            self._delete(replaced)
         return final
+
+    def _refuse_foreign(self, folder: Path) -> None:
+        if is_foreign(folder):
+            raise CheckpointError(
+                f"{folder} is in the way, and is no checkpoint of Tutti's: it holds files of another program. Move it "
+                "away, or write to another folder."
+            )
+
+    def _delete(self, folder: Path) -> None:
+        """Delete a folder, or say why it stays: the new checkpoint is complete all the same."""
+        try:
+            durable.remove_folder(folder, self._run / f"{_DELETED}{secrets.token_hex(8)}")
+        except OSError as error:
+            _log.warning("cannot delete the old checkpoint %s: %s", folder, error)
 
     def _remove_leftovers(self) -> None:
         """Remove what writers that were killed have left."""
         for pattern in (f"{_WRITING}*", f"{_DELETED}*"):
             for folder in self._run.glob(pattern):
-                shutil.rmtree(folder)
+                self._delete(folder)
         for folder in self._run.glob(f"{REPLACED}*"):
             name = folder.name.removeprefix(REPLACED)
             if (self._run / name).exists():
-                durable.remove_folder(folder, self._run / f"{_DELETED}{name}")
+                self._delete(folder)
             else:
                 folder.rename(self._run / name)
 
     def _delete_old(self) -> None:
         """Delete complete checkpoints beyond the newest, and damaged ones of fewer steps than all that stay.
 
-        Those of a newer format are not damaged: another Tutti reads them.
+        Those of a newer format are not damaged: another Tutti reads them. Nor are folders of other programs.
         """
         found = checkpoints(self._run)
         complete = [info for info in found if info.problem is None]
         first = min(info.steps for info in complete[: self.keep])
         damaged = [info for info in found if info.problem and not info.is_newer and info.steps < first]
         for info in (*complete[self.keep :], *damaged):
-            try:
-                durable.remove_folder(info.folder, self._run / f"{_DELETED}{info.folder.name}")
-            except OSError as error:  # The new checkpoint is complete all the same.
-                _log.warning("cannot delete the old checkpoint %s: %s", info.folder, error)
+            if not is_foreign(info.folder):
+                self._delete(info.folder)
 
 
 def write(run: Path, snapshot: Snapshot, keep: int = 3) -> Path:
@@ -320,10 +332,4 @@ def write_model(folder: Path, to: Path) -> None:
 
 def read_newest(run: Path) -> tuple[Path, StoredSnapshot] | None:
     """Read the newest complete checkpoint, as `newest_complete` chooses it, with every file read only once."""
-    for info in candidates(run):
-        try:
-            return info.folder, read(info.folder)
-        except CheckpointError as error:
-            warn_skipped(info, str(error))
-    refuse_if_any(run)
-    return None
+    return first_complete(run, read)
