@@ -141,6 +141,19 @@ def test_every_few_steps(strategy: str, tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == [8, 12]
 
 
+@pytest.mark.parametrize("strategy", ["native", "ps:async"])
+def test_steps_count_where_it_is_not_called_after_each(strategy: str, tmp_path: Path) -> None:
+    def train(world: World) -> Any:
+        def save(run: Run) -> None:
+            if run.job.steps % 3 == 0:
+                run.job.checkpoint(tmp_path, every=5, keep=9)
+
+        return Run(world, strategy).train(2, save)
+
+    run_ok(train, size=2, transport="sockets")
+    assert saved_steps(tmp_path) == [6, 12, 15, 21]
+
+
 @pytest.mark.parametrize("strategy", ["ring", "gossip:pairs=async", "ps:ssp=2"])
 def test_by_time(strategy: str, tmp_path: Path) -> None:
     """In virtual time, on ranks of different speeds, whose clocks differ."""

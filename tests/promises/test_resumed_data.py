@@ -53,7 +53,7 @@ class Run:
 # --- steps that a GradScaler skips ---
 
 
-def _scaled(world: World, strategy: str, zero_first: bool, num_steps: int) -> list[list[int]]:
+def _scaled(world: World, strategy: str, zero_first: bool, to_none: bool, num_steps: int) -> list[list[int]]:
     """The position after every step; the second one is void."""
     run = Run(world, strategy)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -61,22 +61,22 @@ def _scaled(world: World, strategy: str, zero_first: bool, num_steps: int) -> li
     with run.job:
         for number, (x, y, _) in zip(range(num_steps), run.data, strict=False):
             if zero_first:
-                run.optimizer.zero_grad()
+                run.optimizer.zero_grad(set_to_none=to_none)
             factor = torch.inf if number == 1 else 1.0
             scaler.scale(run.loss(x, y) * factor).backward()
             scaler.step(run.optimizer)
             scaler.update()
             if not zero_first:
-                run.optimizer.zero_grad()
+                run.optimizer.zero_grad(set_to_none=to_none)
             positions.append(run.data.state_dict()["positions"][world.rank])
     return positions
 
 
-@pytest.mark.parametrize("zero_first", [False, True])
+@pytest.mark.parametrize(("zero_first", "to_none"), [(False, True), (False, False), (True, True)])
 @pytest.mark.parametrize("strategy", ["ring", "bmuf:every=2"])
-def test_a_step_that_is_skipped_has_used_its_samples(strategy: str, zero_first: bool) -> None:
+def test_a_step_that_is_skipped_has_used_its_samples(strategy: str, zero_first: bool, to_none: bool) -> None:
     """The undisturbed run goes on with the next batch, so one that continues does too."""
-    for positions in run_ok(_scaled, strategy, zero_first, 4, size=2, transport="sockets"):
+    for positions in run_ok(_scaled, strategy, zero_first, to_none, 4, size=2, transport="sockets"):
         assert positions == [[0, 1], [0, 2], [0, 3], [0, 4]]
 
 

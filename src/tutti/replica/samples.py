@@ -52,14 +52,15 @@ class SampleCounts:
         """Record steps that were skipped, of which no optimiser tells: their batches are used, as those of others.
 
         A `GradScaler` calls no step if a gradient is not finite. Such a gradient is still there, or `zero_grad` has
-        dropped it: that of a step to come, which exchanged it, would be there and finite. All ranks find the same,
-        since they have the same gradients.
+        dropped it or set it to 0: that of a step to come, which exchanged it, would be there and finite. All ranks find
+        the same, since they have the same gradients.
         """
         if self.num_committed >= self.num_exchanged or not self.models:
             return
         grads = [parameter.grad for model in self.models for parameter in model.parameters()]
         values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads if grad is not None]
-        if not values or not all(bool(value.isfinite().all()) for value in values):
+        is_finite = all(bool(value.isfinite().all()) for value in values)
+        if not is_finite or not any(bool(value.any()) for value in values):
             self.num_committed = self.num_exchanged
 
     def record_shard(self, num_samples: int, batch_size: int | None, drop_last: bool, seed: int) -> None:

@@ -2,8 +2,8 @@
 
 How it works. All ranks must take a checkpoint together, so all must come to the same decision.
 
-- Every N steps: each rank sees that by its own count, which is the same on all under synchronous strategies. Under
-  others it need not be: a rank that is there first waits for the rest.
+- Every N steps, in the first call after each multiple of N: each rank sees that by its own count, which is the same on
+  all under synchronous strategies. Under others it need not be: a rank that is there first waits for the rest.
 - By time, synchronous strategies: clocks of ranks would disagree about the step in which the time is over. So ranks
   compare their clocks in a collective call, about once a second. The first rank's counts, and so does a request to
   stop on any rank. The answer also says after how many calls to compare again. It is the same on all ranks, so no rank
@@ -43,14 +43,14 @@ class CheckpointSchedule:
         self._world = world
         self._synchronous, self._call = synchronous, call
         self._since_s = self._compared_s = world.transport.now()
-        self._written_step = written
+        self._written_step = max(0, written)
         """The step of the last checkpoint: it is not written twice."""
         self._num_calls, self._next_call = 0, 1
         """Calls since ranks last compared their clocks, and at which call they do so again."""
 
     def due(self, steps: int) -> bool:
         """Whether ranks take a checkpoint after `steps` steps. Collective at times."""
-        by_steps = self._num_steps is not None and steps % self._num_steps == 0 and steps not in (0, self._written_step)
+        by_steps = self._num_steps is not None and steps // self._num_steps > self._written_step // self._num_steps
         self._num_calls += 1
         # Under other strategies ranks that train by steps need no comparison.
         compares = self._synchronous or self._period_s is not None
