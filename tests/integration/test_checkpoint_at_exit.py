@@ -89,7 +89,7 @@ raise ValueError("a mistake of the script")
 def test_a_checkpoint_that_is_being_written_when_a_script_fails_is_not_lost(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(FAILED)
     command = [*warm.main_of("tutti.cli"), "run", "--workers", "1", "train.py"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=25, check=False)
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
     assert ended.returncode == 1
     assert "a mistake of the script" in ended.stderr
     assert newest_complete(tmp_path / "run") is not None, ended.stderr
