@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import re
+import signal
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -26,6 +27,9 @@ from tutti.checkpoint.storage import CheckpointWriter, read
 from tutti.data import shard
 from tutti.errors import CheckpointError, ConfigError
 from tutti.job import Job, distribute
+from tutti.job.checkpoints import calls as calls_module
+from tutti.job.checkpoints import schedule as schedule_module
+from tutti.job.checkpoints import signals
 from tutti.job.checkpoints.calls import Checkpoints
 from tutti.parallel import Mesh
 from tutti.world import World
@@ -423,6 +427,35 @@ def test_a_second_request_waits_or_is_skipped(
     assert taken[0] == taken[1]
     assert taken[0][:2] == [True, when_busy == "wait"]
     assert ("is still being written" in caplog.text) == (when_busy == "skip")
+
+
+@pytest.mark.parametrize("calls", ["in every step", "seldom"])
+def test_a_stopped_program_saves_all_its_models(calls: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same step, if the loop comes to both calls; if not, the first one does not wait for ever."""
+    stops: list[int] = []
+    for module in (calls_module, schedule_module):
+        monkeypatch.setattr(module, "requested", lambda: len(stops) and signal.SIGTERM)
+
+    def train(world: World) -> None:
+        one, other = Run(world, "native"), Run(world, "native")
+        with one.job, other.job:
+            for step in range(1, 9):
+                for run in (one, other):
+                    run.model(torch.ones(1, 6)).sum().backward()
+                    run.optimizer.step()
+                    run.optimizer.zero_grad()
+                if step == 3:
+                    stops.append(1)
+                one.job.checkpoint(tmp_path / "one", every="1h")
+                if calls == "in every step" or step == 1:
+                    other.job.checkpoint(tmp_path / "other", every="1h")
+        stops.append(2)  # It was not stopped.
+
+    run_threads(train, size=1, transport="sockets")
+    assert stops == [1]
+    assert saved_steps(tmp_path / "one")[0] == 3
+    assert saved_steps(tmp_path / "other") == ([3] if calls == "in every step" else [])
+    assert signals._requests.num_saved == signals._requests.num_users == 0
 
 
 def test_random_states_come_back(tmp_path: Path) -> None:

@@ -123,6 +123,8 @@ class Checkpoints:
         self._restored_step = -1
         """The step from which the run continues; -1 if it began at the start."""
         self._watches = False
+        self._is_saved = False
+        """Whether a checkpoint was taken because the process is asked to stop."""
 
     def checkpoint(self, run: Path, parts: tuple[Any, ...], every: Every | None, request: Request) -> bool:
         """As `JobCheckpoints.checkpoint`."""
@@ -271,18 +273,21 @@ class Checkpoints:
                 OtherParts(self._part_ranks.transport).end()  # They wait to be told where to write.
 
     def _end(self, run: Path, stop: int) -> None:
-        """End the program when the leader has written the checkpoint. Collective."""
-        result: str | ConfigError = ""
+        """End the program when the leader has written the checkpoint, and other jobs of it theirs. Collective."""
+        mistake: ConfigError | None = None
         job = self._job()
         if run in self._writers and job is not None and job.is_leader:
             try:
                 folder = self._writers[run].flush()
                 _log.warning("stopped after step %d. Continue from %s", self._replica.steps, folder)
             except CheckpointError as error:
-                result = ConfigError(str(error))
-        # Others must not end before it is written: launchers would take that for a failure, and stop the leader.
-        self._call("job.checkpoint", result, lambda values: None)
-        raise SystemExit(128 + stop)
+                mistake = ConfigError(str(error))
+        # Another model's state belongs to the same step. A job that comes here again has waited for others in vain.
+        others = not self._is_saved and signals.others_save()
+        self._is_saved = True
+        # Other ranks must not end before it is written: launchers would take that for a failure, and stop the leader.
+        if not self._call("job.checkpoint", mistake or others, lambda values: any(values.values())):
+            raise SystemExit(128 + stop)
 
     def _call(self, name: str, value: Any, combine: Combine) -> Any:
         """Make a collective call while ranks that still train do not wait for this one."""
@@ -315,7 +320,7 @@ class Checkpoints:
             self._part_ranks.close()
         if self._watches:
             self._watches = False
-            signals.unwatch()
+            signals.unwatch(self._is_saved)
 
 
 def _agreed(answers: dict[int, Any]) -> list[Any]:

@@ -26,6 +26,8 @@ class _Requests:
 
     def __init__(self) -> None:
         self.num_users = 0
+        self.num_saved = 0
+        """Number of users that have saved their state since a request came."""
         self.received = 0
         """The number of the first signal that came; 0 if none."""
         self._grace_s = 0.0
@@ -82,11 +84,18 @@ def watch(grace_s: float) -> None:
     _requests.num_users += 1
 
 
-def unwatch() -> None:
-    """End what `watch` started."""
+def unwatch(is_saved: bool = False) -> None:
+    """End what `watch` started; `is_saved` if this user has called `others_save`."""
     _requests.num_users -= 1
+    _requests.num_saved -= is_saved
     if _requests.num_users == 0:
         _requests.remove()
+
+
+def others_save() -> bool:
+    """Note that one more user has saved its state after a request; return whether others have yet to do so."""
+    _requests.num_saved += 1
+    return _requests.num_saved < _requests.num_users
 
 
 def requested() -> int:
