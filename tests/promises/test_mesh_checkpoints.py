@@ -7,7 +7,9 @@ import re
 import signal
 import subprocess
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import AdamW
 
 import warm
@@ -353,6 +356,112 @@ def test_a_mistake_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     for found in run_threads(save, size=2, transport="sockets"):
         assert "is a _thread.lock" in str(found), found
     assert checkpoints(tmp_path) == []
+
+
+def test_a_part_that_cannot_be_sent_leaves_the_next_checkpoint_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "_sees", lambda folder: False)
+    blocks, failures = parts.tensor_blocks, [MemoryError("no memory")]
+
+    def fail_once(tensors: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return blocks(tensors)
+
+    monkeypatch.setattr(parts, "tensor_blocks", fail_once)
+    run_ok(save_often, TENSOR, tmp_path, size=2, transport="sockets")
+    assert [info.steps for info in checkpoints(tmp_path)] == [5, 4, 3]
+
+
+def test_an_error_of_the_leader_does_not_remove_what_others_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill_disk(monkeypatch, rf"step-00000002.*/{part_file(FILES[0], 0, 2)}")
+    write, end, failed = parts.write_part, parts.OtherParts.end, threading.Event()
+
+    def after_the_failure(folder: Path, snapshot: Any, part: int, num_parts: int) -> Any:
+        assert snapshot.steps != 2 or failed.wait(20)
+        return write(folder, snapshot, part, num_parts)
+
+    def ends(self: parts.OtherParts) -> None:
+        failed.set()
+        end(self)
+
+    monkeypatch.setattr(parts, "write_part", after_the_failure)  # As ranks other than the leader find it.
+    monkeypatch.setattr(parts.OtherParts, "end", ends)
+    failed.clear()
+
+    def train(world: World) -> None:
+        run = Run(world, TENSOR).steps(2)
+        run.job.checkpoint(tmp_path)
+        run.job.finish()
+
+    leader, other = run_threads(train, size=2, transport="sockets")
+    assert "No space left" in str(leader)
+    assert other is None, "it has written its part"
+    assert "rank 1" not in caplog.text
+    assert list(tmp_path.glob(".writing*")) == []
+
+
+def test_ranks_of_different_replicas_do_not_wait_for_each_others_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank is lost while ranks copy. Some have seen it and some have not: each takes another replica to save."""
+    agreement = Job._agreement
+    armed: set[int] = set()  # Ranks as threads: a method is replaced once, for all of them.
+
+    @contextmanager
+    def lose_rank_0(self: Job, *copies: nn.Module, optimizer: bool) -> Iterator[None]:
+        with agreement(self, *copies, optimizer=optimizer):
+            if threading.get_ident() in armed:
+                rank = self._checkpoints._world.rank
+                if rank == 0:
+                    raise KeyError("lost")
+                deadline = time.monotonic() + 20
+                while rank == 1 and not self._exchange.is_leader and time.monotonic() < deadline:
+                    time.sleep(0.01)
+            yield
+
+    monkeypatch.setattr(Job, "_agreement", lose_rank_0)
+
+    def train(world: World) -> None:
+        run = Run(world, PIPE_WITH_DATA, strategy=parse("peers")).steps(1)
+        armed.add(threading.get_ident())
+        try:
+            run.job.checkpoint(tmp_path)
+            armed.clear()
+            if world.rank == 2:
+                raise KeyError("its replica is lost")
+            run.job.checkpoint(tmp_path)
+            run.job.finish()
+        except KeyError:
+            run.job.__exit__(KeyError, None, None)
+            raise
+
+    results = run_threads(train, size=4, transport="sockets")
+    assert [isinstance(found, KeyError) for found in results] == [True, False, True, False], results
+    assert (results[1], results[3]) == (None, None), results
+    assert "no checkpoint of step 1: a rank was lost while it was copied" in caplog.text
+    assert [info.problem for info in checkpoints(tmp_path)] == [None]
+
+
+def test_entries_that_hooks_rename_are_saved_by_the_rank_that_has_them(tmp_path: Path) -> None:
+    def train(world: World) -> dict[str, Tensor]:
+        model = net(0)
+        model[5] = checkpoint_wrapper(model[5])  # type: ignore[index, operator]
+        assert "5.weight" in model.state_dict()
+        assert "5.weight" not in dict(model.named_parameters())
+        optimizer = AdamW(model.parameters())
+        example = torch.ones(4, 8, dtype=torch.float64)
+        job = distribute(model, optimizer, AllReduce("ring"), world=world, mesh=PIPE, example=example)
+        job.checkpoint(tmp_path)
+        job.finish()
+        return model.state_dict()
+
+    for wanted in run_ok(train, size=2, transport="sockets"):
+        found = read(tmp_path / "step-00000000").decoded().model
+        assert all(torch.equal(found[name], value) for name, value in wanted.items() if isinstance(value, Tensor))
 
 
 def test_two_folders_in_one_loop(tmp_path: Path) -> None:

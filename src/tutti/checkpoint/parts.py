@@ -251,6 +251,7 @@ class PartWriter:
             if block:
                 transport.isend(torch.frombuffer(block, dtype=torch.uint8), 0).wait()
         if failure is not None:
+            receive_json(transport, 0)  # Otherwise it would be taken for the BEGIN of the next checkpoint.
             raise failure
 
 

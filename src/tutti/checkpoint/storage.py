@@ -216,20 +216,18 @@ class CheckpointWriter:
         After an error the earlier checkpoints are as before. Replaces a checkpoint of the same number of steps.
         """
         name = folder_name(snapshot.steps)
+        temporary = self._run / f"{_WRITING}{name}-{secrets.token_hex(8)}"
         try:
             with durable.explained_errors(f"write the checkpoint {self._run / name}"):
                 self._remove_leftovers()
-                temporary = self._run / f"{_WRITING}{name}-{secrets.token_hex(8)}"
-                try:
-                    self._fill(temporary, snapshot)
-                    final = self._publish(temporary, name)
-                except BaseException:
-                    shutil.rmtree(temporary, ignore_errors=True)
-                    raise
+                self._fill(temporary, snapshot)
+                final = self._publish(temporary, name)
                 durable.replace_file(self._run / "latest.json", f'{{"checkpoint": "{name}"}}\n'.encode())
                 self._delete_old()
         finally:
             self._others.end()
+            # Is there after an error only. Other ranks have written into it until now.
+            shutil.rmtree(temporary, ignore_errors=True)
         return final
 
     def _fill(self, folder: Path, snapshot: EncodedSnapshot) -> None:

@@ -33,13 +33,16 @@ def model_part(model: nn.Module, owns: Owns, shards: Mapping[nn.Parameter, Shard
         is_first: whether it also saves what belongs to no parameter or buffer, such as a module's extra state.
     """
     named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    tensors: dict[str, Any] = {name: tensor for each in named for name, tensor in each}
+    by_name: dict[str, Any] = {name: tensor for each in named for name, tensor in each}
+    known = {id(tensor) for tensor in by_name.values()}
     part: dict[Any, Any] = {}
-    for name, value in model.state_dict().items():
-        if name not in tensors:
+    for name, value in model.state_dict(keep_vars=True).items():
+        # Hooks may give a tensor another name, as those of `checkpoint_wrapper` do, or another tensor its name.
+        tensor = value if id(value) in known else by_name.get(name)
+        if tensor is None:
             part |= {name: value} if is_first else {}
-        elif owns(tensors[name]):
-            part[name] = marked(value, {}, shards.get(tensors[name]))
+        elif owns(tensor):
+            part[name] = marked(value.detach(), {}, shards.get(tensor))
     return part
 
 

@@ -116,6 +116,7 @@ class Checkpoints:
         transport = None if model_on_mesh is None else model_on_mesh.parts_transport
         self._part_ranks = None if transport is None else PartRanks(transport)
         """The ranks that write together, if a mesh splits the model."""
+        self._replica_ranks = [world.rank] if model_on_mesh is None else model_on_mesh.mesh.replica_ranks(world.rank)
         self._writers: dict[Path, BackgroundWriter] = {}
         self._schedules: dict[tuple[Path, Every], CheckpointSchedule] = {}
         self._begun: set[Path] = set()
@@ -191,7 +192,7 @@ class Checkpoints:
                 memory = None if writer is None else writer.memory()
                 state = {"random": random, "extra": request.extra}
                 with self._own_buffers():
-                    snapshot = take(job, parts, state, self._call, memory)
+                    snapshot = take(job, parts, state, self._call, memory, self._replica_ranks)
                 self._begun.add(run)
                 if snapshot is not None:
                     self._submit(run, request, snapshot)

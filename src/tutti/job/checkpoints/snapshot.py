@@ -8,12 +8,15 @@ How it works. All ranks are in `take`, between two steps. What follows is collec
    splits the model, each rank of the first replica does so with its own part, and no rank has the whole model; the
    leader alone has what belongs to no parameter.
 4. A last call: nobody trains on before all copies are made. Under Hogwild the model itself lies in memory that other
-   ranks write. It also carries an error, a value that cannot be stored, to all ranks.
+   ranks write. It also carries an error, a value that cannot be stored, to all ranks. And all learn which ranks have a
+   copy. If ranks were lost meanwhile, some may have taken the first replica for the one that saves, and some the next.
+   What is written is a replica whose ranks all have a copy. If there is none, nobody writes or waits to write.
 
 After that each copy belongs to the background writer of its rank.
 """
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -23,6 +26,8 @@ from tutti.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from tutti.job.handle import Job
+
+_log = logging.getLogger("tutti")
 
 Call = Callable[[str, Any, Callable[[dict[int, Any]], Any]], Any]
 """A collective call of all ranks that save together: its name, this rank's value, and what is made of all values."""
@@ -34,6 +39,7 @@ def take(
     state: Mapping[str, Any],
     call: Call,
     memory: EncodedSnapshot | None,
+    replica_ranks: Sequence[int],
 ) -> EncodedSnapshot | None:
     """Return a copy of the state of all ranks, or this rank's part; None on ranks that save nothing. Collective.
 
@@ -41,6 +47,7 @@ def take(
         state: what is known already: the random state of every rank, and values of the user's own.
         call: makes a collective call of all ranks that save together.
         memory: an earlier copy that is overwritten, if there is one.
+        replica_ranks: the ranks that hold a replica of the model with this one, and itself.
     """
     copies = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
     # Also on ranks that do not write: the state of sharded data is put together by all ranks.
@@ -66,6 +73,9 @@ def take(
             except CheckpointError as error:
                 mistake = error
         # A `ConfigError` in place of the value is raised on every rank.
-        value = ConfigError(str(mistake)) if mistake else None
-        call("job.checkpoint", value, lambda values: None)
+        value = ConfigError(str(mistake)) if mistake else taken is not None
+        savers = call("job.checkpoint", value, lambda values: [rank for rank, saves in values.items() if saves])
+    if taken is not None and not set(replica_ranks) <= set(savers):
+        _log.error("no checkpoint of step %d: a rank was lost while it was copied. Training goes on.", taken.steps)
+        return None
     return taken
