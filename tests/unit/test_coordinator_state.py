@@ -137,7 +137,7 @@ def test_a_scope_is_forgotten_when_all_have_left_it() -> None:
     job.state.disconnect("m1", job.now)
     assert not job.state._scopes
     assert not job.state._notices
-    assert not any(job.state._values._keys.values())
+    assert not any(owned.sizes for owned in job.state._values._set.values())
 
 
 def test_a_channel_that_is_closed_after_its_world_leaves_nothing_behind() -> None:
@@ -425,6 +425,7 @@ def test_what_others_claim_is_bounded() -> None:
 
 
 MANY = 30_000
+LONG, IDS = "x" * 60_000, [f"{number:032}" for number in range(5000)]
 
 
 @pytest.mark.parametrize(
@@ -435,14 +436,23 @@ MANY = 30_000
         lambda n: {"op": "set", "key": f"w/{n}", "value": "v"},
         lambda n: {"op": "get", "request": n, "keys": [f"w/{n}"]},
         lambda n: {"op": "join", "scope": f"w/{n}", "rank": 0, "size": 2},
+        lambda n: {"op": "set", "key": f"w/{n}", "value": LONG},
+        lambda n: {"op": "propose", "key": f"w/{n}", "value": LONG},
+        lambda n: {"op": "notice", "scope": f"{LONG}/{n}", "kind": "left", "reason": "", "size": 2, "members": []},
+        lambda n: {"op": "notice", "scope": f"w/{n}", "kind": "left", "reason": "", "size": 5000, "members": IDS},
     ],
 )
 def test_what_one_member_can_leave_behind_is_bounded(message: Callable[[int], Message]) -> None:
     job = Job("a", "a")
+    received = 0
 
     def flood() -> None:
+        nonlocal received
         for number in range(MANY):
-            job.state.receive("m0", message(number), job.now)
+            sent = message(number)
+            job.state.receive("m0", sent, job.now)
+            received += sum(map(len, (sent.get("scope", ""), sent.get("value", ""), *sent.get("members", []))))
+            assert received <= 64 << 20
 
     with pytest.raises(ProtocolError, match=r"more than|already"):
         flood()
@@ -450,6 +460,27 @@ def test_what_one_member_can_leave_behind_is_bounded(message: Callable[[int], Me
     # The other member is served as before.
     job.send(1, "set", key="k", value="v")
     assert [answer["values"] for _, answer in job.send(1, "get", request=1, keys=["k"])] == [["v"]]
+
+
+@pytest.mark.parametrize("op", ["set", "propose", "notice"])
+def test_what_is_forgotten_does_not_count(op: str) -> None:
+    job = Job("a", "a")
+    job.send(0, "join", scope="w", rank=0, size=1)
+    for number in range(300):
+        for _ in range(8):  # Sent again after a connection that broke, it counts once.
+            if op == "notice":
+                job.state.receive(
+                    "m0",
+                    {"op": op, "scope": f"w/{number}", "kind": "fled", "reason": "", "size": 5000, "members": IDS},
+                    job.now,
+                )
+            else:
+                job.state.receive("m0", {"op": op, "key": f"w/{number}", "value": LONG}, job.now)
+        over = {"op": "notice", "scope": f"w/{number}", "kind": "closed", "reason": "", "size": 1, "members": []}
+        job.state.receive("m0", over, job.now)
+    assert len(job.state._values) == 0
+    assert not job.state._notices._lengths
+    job.state.drain()
 
 
 def test_requests_that_were_answered_do_not_count() -> None:

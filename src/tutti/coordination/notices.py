@@ -16,6 +16,8 @@ _MOST_NOTICES = 20_000
 """Notices of one member that are kept."""
 _MOST_PARTICIPANTS = 1 << 16
 _LONGEST_REASON = 1000
+_MOST_TEXT, _PER_TEXT = 64 << 20, 64
+"""Characters of all notices of one member that are kept, with so many more for each text."""
 
 
 @dataclass(eq=False)
@@ -27,6 +29,8 @@ class _Part:
     """Ids of the members of a channel that not all members of its world are in; empty where all are."""
     reasons: dict[str, dict[str, str]] = field(default_factory=dict)
     """Reasons by member and kind."""
+    lengths: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Characters of notices by member and kind."""
 
 
 class NoticeTable:
@@ -36,6 +40,8 @@ class NoticeTable:
         self._parts: dict[str, _Part] = {}
         self._counts: Counter[str] = Counter()
         """Number of notices of each member."""
+        self._lengths: Counter[str] = Counter()
+        """Characters of the notices of each member."""
 
     def __len__(self) -> int:
         return sum(self._counts.values())
@@ -52,11 +58,18 @@ class NoticeTable:
             raise ProtocolError("a notice that no member sends")
         if self._counts[member] >= _MOST_NOTICES:
             raise ProtocolError(f"a member has announced more than {_MOST_NOTICES} ends")
-        part = self._parts.setdefault(scope, _Part())
+        reason = reason[:_LONGEST_REASON]
+        part = self._parts.get(scope) or _Part()
+        before = part.lengths.get((member, kind), 0)  # It is sent again when its member has connected again.
+        length = sum(len(each) + _PER_TEXT for each in (scope, reason, *listed))
+        if self._lengths[member] + length - before > _MOST_TEXT:
+            raise ProtocolError(f"a member has announced more than {_MOST_TEXT} characters")
+        self._parts[scope] = part
         part.size, part.participants = size, frozenset(listed)
-        kinds = part.reasons.setdefault(member, {})
-        self._counts[member] += kind not in kinds
-        kinds[kind] = reason[:_LONGEST_REASON]
+        part.reasons.setdefault(member, {})[kind] = reason
+        part.lengths[member, kind] = length
+        self._counts[member] += not before
+        self._lengths[member] += length - before
 
     def __iter__(self) -> Iterator[tuple[str, str, str, str]]:
         """All of them: scope, member, kind and reason."""
@@ -85,17 +98,22 @@ class NoticeTable:
     def drop_scope(self, scope: str) -> None:
         """Forget all that was announced about a scope, and about channels in it."""
         for name in [name for name in self._parts if is_inside(name, scope)]:
-            for member, kinds in self._parts.pop(name).reasons.items():
-                self._count_off(member, len(kinds))
+            part = self._parts.pop(name)
+            for member in part.reasons:
+                self._count_off(member, part)
 
     def drop_member(self, member: str) -> None:
         """Forget what a member has announced."""
         for scope, part in list(self._parts.items()):
-            self._count_off(member, len(part.reasons.pop(member, {})))
+            self._count_off(member, part)
+            part.reasons.pop(member, None)
             if not part.reasons:
                 del self._parts[scope]
 
-    def _count_off(self, member: str, number: int) -> None:
-        self._counts[member] -= number
+    def _count_off(self, member: str, part: _Part) -> None:
+        """Count the notices of a member in a scope no more."""
+        kinds = part.reasons.get(member, {})
+        self._counts[member] -= len(kinds)
+        self._lengths[member] -= sum(part.lengths.pop((member, kind)) for kind in kinds)
         if not self._counts[member]:
-            del self._counts[member]
+            del self._counts[member], self._lengths[member]

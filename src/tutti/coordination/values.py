@@ -2,13 +2,15 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tutti.coordination.frames import ProtocolError
 from tutti.coordination.knowledge import is_inside
 
 _MOST_VALUES = 20_000
 """Values of one member, and proposals."""
+_MOST_TEXT = 16 << 20
+"""Characters of all values of one member with their keys, and of proposals."""
 _MOST_REQUESTS = 1_000
 """Requests of one member that wait at the same time: a thread has one."""
 
@@ -22,6 +24,29 @@ class _Request:
     keys: tuple[str, ...]
 
 
+@dataclass(eq=False)
+class _Owned:
+    """Values that one member has set, or has proposed."""
+
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Characters of each value and its key, by key."""
+    num_characters: int = 0
+
+    def add(self, key: str, value: str, verb: str) -> None:
+        """Count a value. Raises `ProtocolError` for more than a member needs."""
+        self.num_characters += len(key) + len(value) - self.sizes.get(key, 0)
+        self.sizes[key] = len(key) + len(value)
+        if len(self.sizes) > _MOST_VALUES:
+            raise ProtocolError(f"a member has {verb} more than {_MOST_VALUES} values")
+        if self.num_characters > _MOST_TEXT:
+            raise ProtocolError(f"a member has {verb} values of more than {_MOST_TEXT} characters")
+
+    def drop_scope(self, scope: str) -> None:
+        """Count the values of a scope no more."""
+        for key in [key for key in self.sizes if is_inside(key, scope)]:
+            self.num_characters -= self.sizes.pop(key)
+
+
 class ValueTable:
     """Texts by key, each of a member or of a scope, and the requests that wait for some of them."""
 
@@ -29,10 +54,10 @@ class ValueTable:
         """Call `answer` with a member, the number of its request, and the values, when all of them are there."""
         self._answer = answer
         self._values: dict[str, str] = {}
-        self._keys: dict[str, set[str]] = defaultdict(set)
-        """Keys of the values that each member has set."""
-        self._proposed: dict[str, set[str]] = defaultdict(set)
-        """Keys that each member has proposed a value for, while it is a member."""
+        self._set: dict[str, _Owned] = defaultdict(_Owned)
+        """What each member has set."""
+        self._proposed: dict[str, _Owned] = defaultdict(_Owned)
+        """What each member has proposed, while it is a member."""
         self._num_requests: Counter[str] = Counter()
         """Requests of each member that wait."""
         self._waiting: dict[str, list[_Request]] = defaultdict(list)
@@ -46,19 +71,13 @@ class ValueTable:
 
     def set(self, member: str, key: str, value: str) -> None:
         """Set a value of a member's, which dies with it."""
-        keys = self._keys[member]
-        keys.add(key)
-        if len(keys) > _MOST_VALUES:
-            raise ProtocolError(f"a member has set more than {_MOST_VALUES} values")
+        self._set[member].add(key, value, "set")
         self._store(key, value)
 
     def propose(self, member: str, key: str, value: str) -> None:
         """Set a value unless there is one. Its scope owns it: the decision outlives who proposed it."""
         if key not in self._values:
-            keys = self._proposed[member]
-            keys.add(key)
-            if len(keys) > _MOST_VALUES:
-                raise ProtocolError(f"a member has proposed more than {_MOST_VALUES} values")
+            self._proposed[member].add(key, value, "proposed")
             self._store(key, value)
 
     def _store(self, key: str, value: str) -> None:
@@ -96,7 +115,7 @@ class ValueTable:
 
     def drop_member(self, member: str) -> None:
         """Forget the values and requests of a member that is gone."""
-        for key in self._keys.pop(member, ()):
+        for key in self._set.pop(member, _Owned()).sizes:
             self._values.pop(key, None)
         self.cancel(member)
         self._proposed.pop(member, None)
@@ -106,6 +125,5 @@ class ValueTable:
         """Forget all values of a scope."""
         for key in [key for key in self._values if is_inside(key, scope)]:
             del self._values[key]
-        for owned in (self._keys, self._proposed):
-            for member, keys in list(owned.items()):
-                owned[member] = {key for key in keys if not is_inside(key, scope)}
+        for owned in (*self._set.values(), *self._proposed.values()):
+            owned.drop_scope(scope)
