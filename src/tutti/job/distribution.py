@@ -140,11 +140,11 @@ def _serve(strategy: Strategy, replica: HookedReplica, channel: Transport, world
         strategy.serve(replica, channel)
         return
     # Schedulers ask all ranks to stop: workers need their servers until the last checkpoint is taken.
-    signals.watch(world.checkpoints.grace_s)
+    signals.watch(replica, world.checkpoints.grace_s)
     try:
         strategy.serve(replica, channel)
     finally:
-        signals.unwatch()
+        signals.unwatch(replica)
 
 
 def _without_servers(world: World, num_servers: int) -> World:

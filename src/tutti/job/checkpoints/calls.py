@@ -124,8 +124,6 @@ class Checkpoints:
         self._restored_step = -1
         """The step from which the run continues; -1 if it began at the start."""
         self._watches = False
-        self._is_saved = False
-        """Whether a checkpoint was taken because the process is asked to stop."""
 
     def checkpoint(self, run: Path, parts: tuple[Any, ...], every: Every | None, request: Request) -> bool:
         """As `JobCheckpoints.checkpoint`."""
@@ -283,9 +281,7 @@ class Checkpoints:
                 _log.warning("stopped after step %d. Continue from %s", self._replica.steps, folder)
             except CheckpointError as error:
                 mistake = ConfigError(str(error))
-        # Another model's state belongs to the same step. A job that comes here again has waited for others in vain.
-        others = not self._is_saved and signals.others_save()
-        self._is_saved = True
+        others = signals.others_save(self)  # The state of another model belongs to the same step.
         # Other ranks must not end before it is written: launchers would take that for a failure, and stop the leader.
         if not self._call("job.checkpoint", mistake or others, lambda values: any(values.values())):
             raise SystemExit(128 + stop)
@@ -299,7 +295,7 @@ class Checkpoints:
         """Take signals for requests to stop, from the first call on. Not in a simulation, whose ranks are threads."""
         if not self._watches and self._world.transport.cluster is None:
             self._watches = True
-            signals.watch(self._world.checkpoints.grace_s)
+            signals.watch(self, self._world.checkpoints.grace_s)
             self._world.checkpoints.announce(self._world.checkpoints.grace_s)
 
     def close(self) -> None:
@@ -321,7 +317,7 @@ class Checkpoints:
             self._part_ranks.close()
         if self._watches:
             self._watches = False
-            signals.unwatch(self._is_saved)
+            signals.unwatch(self)
 
 
 def _agreed(answers: dict[int, Any]) -> list[Any]:

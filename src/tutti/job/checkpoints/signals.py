@@ -15,6 +15,8 @@ import signal
 import sys
 import threading
 from types import FrameType
+from typing import Any
+from weakref import WeakSet
 
 from torch.utils.data import get_worker_info
 
@@ -25,9 +27,10 @@ class _Requests:
     """The requests to this process."""
 
     def __init__(self) -> None:
-        self.num_users = 0
-        self.num_saved = 0
-        """Number of users that have saved their state since a request came."""
+        self.users: WeakSet[Any] = WeakSet()
+        """Weak: a job may be dropped without its end."""
+        self.saved: WeakSet[Any] = WeakSet()
+        """Users that have saved their state since a request came."""
         self.received = 0
         """The number of the first signal that came; 0 if none."""
         self._grace_s = 0.0
@@ -38,9 +41,10 @@ class _Requests:
         """Handle the signals that nobody handles yet, if this is the main thread."""
         self._pid, self._grace_s = os.getpid(), grace_s
         if threading.current_thread() is threading.main_thread():
-            self._installed = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
-            for number in self._installed:
-                signal.signal(number, self._handle)
+            for number in SIGNALS:
+                if signal.getsignal(number) == signal.SIG_DFL:
+                    signal.signal(number, self._handle)
+                    self._installed.append(number)
 
     def remove(self) -> None:
         """Give the signals their default meaning again, if none has come.
@@ -77,25 +81,29 @@ class _Requests:
 _requests = _Requests()
 
 
-def watch(grace_s: float) -> None:
+def watch(user: Any, grace_s: float) -> None:
     """Note signals from now on, for one more user; `grace_s` is how long the process may go on after one."""
-    if _requests.num_users == 0:
+    if not _requests.users:
         _requests.install(grace_s)
-    _requests.num_users += 1
+    _requests.users.add(user)
 
 
-def unwatch(is_saved: bool = False) -> None:
-    """End what `watch` started; `is_saved` if this user has called `others_save`."""
-    _requests.num_users -= 1
-    _requests.num_saved -= is_saved
-    if _requests.num_users == 0:
+def unwatch(user: Any) -> None:
+    """End what `watch` started."""
+    _requests.users.discard(user)
+    if not _requests.users:
         _requests.remove()
 
 
-def others_save() -> bool:
-    """Note that one more user has saved its state after a request; return whether others have yet to do so."""
-    _requests.num_saved += 1
-    return _requests.num_saved < _requests.num_users
+def others_save(user: Any) -> bool:
+    """Note that a user has saved its state after a request, and return whether others have yet to do so.
+
+    Only once: one that comes here again has waited for the others in vain.
+    """
+    if user in _requests.saved:
+        return False
+    _requests.saved.add(user)
+    return any(other not in _requests.saved for other in _requests.users)
 
 
 def requested() -> int:
