@@ -22,7 +22,8 @@ from torch.optim import AdamW
 
 import warm
 from support import run_ok, run_threads
-from tutti.checkpoint import parts, tensor_files
+from tutti.checkpoint import parts, storage, tensor_files
+from tutti.checkpoint.background import BackgroundWriter
 from tutti.checkpoint.index import FILES, INDEX, checkpoints, newest_complete, part_file, read_index, verify
 from tutti.checkpoint.storage import CheckpointWriter, read
 from tutti.checkpoint.tensor_files import write_all
@@ -372,6 +373,39 @@ def test_a_part_that_cannot_be_sent_leaves_the_next_checkpoint_in_order(
     monkeypatch.setattr(parts, "tensor_blocks", fail_once)
     run_ok(save_often, TENSOR, tmp_path, size=2, transport="sockets")
     assert [info.steps for info in checkpoints(tmp_path)] == [5, 4, 3]
+
+
+def test_a_folder_that_the_leader_cannot_open_waits_for_the_folder_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write, submit, refused = parts.write_part, BackgroundWriter.submit, threading.Event()
+
+    def after_the_refusal(folder: Path, *rest: Any) -> Any:
+        assert refused.wait(20)
+        return write(folder, *rest)
+
+    def refuse_once(self: BackgroundWriter, snapshot: Any) -> None:
+        if self._writer._run == tmp_path / "b" and isinstance(self._writer, CheckpointWriter) and not refused.is_set():
+            raise CheckpointError("in use: a rank that was lost has it.")
+        submit(self, snapshot)
+
+    monkeypatch.setattr(storage, "write_part", after_the_refusal)  # As the leader finds it.
+    monkeypatch.setattr(BackgroundWriter, "submit", refuse_once)
+
+    def train(world: World) -> None:
+        run = Run(world, TENSOR)
+        for _ in range(2):
+            run.job.checkpoint(tmp_path / "a")
+            run.job.checkpoint(tmp_path / "b")
+            if world.rank == 0:
+                refused.set()
+            run.steps(1)
+        run.job.finish()
+
+    run_ok(train, size=2, transport="sockets")
+    assert caplog.text.count("ERROR") == 1, caplog.text
+    assert [info.steps for info in checkpoints(tmp_path / "a")] == [1, 0]
+    assert [info.steps for info in checkpoints(tmp_path / "b")] == [1]
 
 
 def test_an_error_of_the_leader_does_not_remove_what_others_write(

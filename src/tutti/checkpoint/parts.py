@@ -81,6 +81,14 @@ class PartRanks:
         """Whether this rank is the one that leads."""
         return self.transport.rank == 0
 
+    def decline(self) -> None:
+        """Let the others know that the leader does not write a checkpoint, after those that were submitted."""
+        end = OtherParts(self.transport).end
+        if self.transport.cluster is None:
+            self.thread.submit(end)
+        else:  # Messages in virtual time belong to the thread of the simulated rank.
+            end()
+
     def close(self) -> None:
         """End the thread, after what was submitted. The transport is its owner's to close."""
         self.thread.shutdown()

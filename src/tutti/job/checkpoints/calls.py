@@ -14,7 +14,7 @@ import torch
 
 from tutti.checkpoint.background import BackgroundWriter
 from tutti.checkpoint.interval import Every
-from tutti.checkpoint.parts import OtherParts, PartRanks
+from tutti.checkpoint.parts import PartRanks
 from tutti.checkpoint.storage import EncodedSnapshot
 from tutti.collectives.calls import Combine
 from tutti.coordination.activity import IDLE
@@ -269,7 +269,7 @@ class Checkpoints:
         except CheckpointError as error:
             _log.error("%s Training goes on.", error)
             if self._part_ranks is not None:
-                OtherParts(self._part_ranks.transport).end()  # They wait to be told where to write.
+                self._part_ranks.decline()  # They wait to be told where to write.
 
     def _end(self, run: Path, stop: int) -> None:
         """End the program when the leader has written the checkpoint, and other jobs of it theirs. Collective."""
