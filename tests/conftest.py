@@ -11,9 +11,10 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +58,22 @@ _strangers: set[str] = set()
 
 _mapped: set[str] = set()
 """Shared memory that was mapped after the last test. To list mappings takes long, so it is done once a test."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    """Collect no garbage while a failure is reported.
+
+    The report parses sources. Before Python 3.11.8 and 3.12.2, code that a collection runs may break that ("AST
+    constructor recursion depth mismatch"), and so end the whole run in place of one test.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @pytest.fixture(autouse=True)
