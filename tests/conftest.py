@@ -87,7 +87,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Fail a test that leaves processes, threads, ports, shared memory, network namespaces or a world."""
+    """Fail a test that leaves processes, threads, ports, shared memory, namespaces, signal handlers or a world."""
     before = _beside_mappings() | _mapped
     yield
     wait_s, deadline = 0.001, time.monotonic() + _SETTLE_SECONDS
@@ -122,7 +122,14 @@ def _everything() -> set[str]:
 
 
 def _beside_mappings() -> set[str]:
-    return _processes() | _threads() | _listening() | _shared_memory() | _namespaces()
+    return _processes() | _threads() | _listening() | _shared_memory() | _namespaces() | _handlers()
+
+
+def _handlers() -> set[str]:
+    """Handlers of the signals that ask a job to stop: processes that are forked later would inherit them."""
+    found = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    usual = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler)
+    return {f"handler {handler} of {each.name}" for each, handler in found.items() if handler not in usual}
 
 
 def _processes() -> set[str]:

@@ -11,6 +11,8 @@ tests/commands/test_help_is_quick.py fail if the help of a command imports torch
 import errno
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Annotated
 
@@ -72,10 +74,26 @@ def main() -> None:
 
     The status is 2, or that of the worker that failed, or 3 if training worked and missed the target accuracy.
     """
-    # Both unwind the stack, so that supervisors and labs clean up. Python's own default for SIGTERM would end the
-    # process at once, and leave workers to the kernel.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, _stop)
+    with _unwinding_signals():
+        _run()
+
+
+@contextmanager
+def _unwinding_signals() -> Iterator[None]:
+    """Have SIGINT, SIGTERM and SIGUSR1 unwind the stack, so that supervisors and labs clean up.
+
+    Python's own default for SIGTERM would end the process at once, and leave workers to the kernel.
+    """
+    before = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:  # A program may call `main`, and then fork processes that would inherit the handlers.
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not set from Python.
+
+
+def _run() -> None:
+    """Run a command, and end with its exit status."""
     errors = Console(stderr=True, soft_wrap=True)
     try:
         app()

@@ -78,8 +78,7 @@ def held_back(start_method: str) -> Iterator[None]:
 
 def keep_running() -> None:
     """Have this worker go on after SIGTERM and SIGUSR1, unless its parent sends SIGTERM."""
-    if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # A handler that was inherited is meant for the training process.
     main = multiprocessing.parent_process()
     # A fork server would be the parent, and not the process that ends the worker. It does not outlive the signal.
     if main is not None and main.pid == os.getppid():
