@@ -278,6 +278,11 @@ def another_optimizer(world: World, folder: Path) -> None:
         job.restore(folder)
 
 
+def absent_step(world: World, folder: Path) -> None:
+    with Run(world, "native").job as job:
+        job.restore(folder / "step-00000002")
+
+
 def restored_late(world: World, folder: Path) -> None:
     run = Run(world, "native")
     with run.job:
@@ -319,6 +324,7 @@ MISTAKES = [
     (another_model, r"another model: it has '0\.bias' of shape \(32,\), and this model has '0\.bias' of shape \(33,\)"),
     (another_data, "96.* 50|50.* 96"),
     (another_optimizer, "saved with another optimiser than this SGD"),
+    (absent_step, r"step-00000002 is not a checkpoint: there is no .*checkpoint\.json"),
     (restored_late, "before the first step, and 1 were taken"),
     (without_a_state, "a list has no state_dict"),
     (not_sharded, r"a position of its own on every rank\. Give what tutti\.shard"),
@@ -334,6 +340,25 @@ def test_mistakes_are_errors_on_all_ranks(mistake: Callable[..., Any], message: 
     for found in errors_of(mistake, tmp_path):
         assert re.search(message, found), found
     assert saved_steps(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("strategy", ["native", "ps:bsp"])
+def test_the_state_of_another_optimizer_is_refused_before_the_first_step(strategy: str, tmp_path: Path) -> None:
+    def with_adam(world: World) -> None:
+        model = net()
+        with distribute(model, torch.optim.Adam(model.parameters()), strategy, world=world) as job:
+            model(torch.ones(2, 6)).square().mean().backward()
+            job._replica.optimizer.step()
+            job.checkpoint(tmp_path)
+
+    def with_sgd(world: World) -> None:
+        model = net()
+        with distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, world=world) as job:
+            job.restore(tmp_path)
+
+    run_ok(with_adam, size=2, transport="sockets")
+    for found in errors_of(with_sgd):
+        assert re.search("saved with another optimiser than this SGD: it has no 'dampening'", found), found
 
 
 def test_two_jobs_cannot_write_to_one_folder(tmp_path: Path) -> None:
