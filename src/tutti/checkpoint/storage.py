@@ -20,7 +20,7 @@ import logging
 import platform
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -271,10 +271,13 @@ class CheckpointWriter:
                 "away, or write to another folder."
             )
 
-    def _delete(self, folder: Path) -> None:
+    def _delete(self, folder: Path, unless: Callable[[Path], bool] = lambda folder: False) -> None:
         """Delete a folder, or say why it stays: the new checkpoint is complete all the same."""
         try:
-            durable.remove_folder(folder, self._run / f"{_DELETED}{secrets.token_hex(8)}")
+            if not unless(folder):
+                durable.remove_folder(folder, self._run / f"{_DELETED}{secrets.token_hex(8)}")
+        except FileNotFoundError:
+            return  # Somebody else has deleted it.
         except OSError as error:
             _log.warning("cannot delete the old checkpoint %s: %s", folder, error)
 
@@ -300,8 +303,7 @@ class CheckpointWriter:
         first = min(info.steps for info in complete[: self.keep])
         damaged = [info for info in found if info.problem and not info.is_newer and info.steps < first]
         for info in (*complete[self.keep :], *damaged):
-            if not is_foreign(info.folder):
-                self._delete(info.folder)
+            self._delete(info.folder, unless=is_foreign)
 
 
 def write(run: Path, snapshot: Snapshot, keep: int = 3) -> Path:
