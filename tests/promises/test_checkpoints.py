@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from support import run_ok, run_threads
 from tutti.checkpoint import tensor_files
 from tutti.checkpoint.durable import write_all
-from tutti.checkpoint.index import checkpoints
+from tutti.checkpoint.index import INDEX, checkpoints, index_bytes, read_index
 from tutti.checkpoint.storage import CheckpointWriter, read
 from tutti.data import shard
 from tutti.errors import CheckpointError, ConfigError
@@ -340,6 +341,38 @@ def test_mistakes_are_errors_on_all_ranks(mistake: Callable[..., Any], message: 
     for found in errors_of(mistake, tmp_path):
         assert re.search(message, found), found
     assert saved_steps(tmp_path) == [3]
+
+
+def test_a_run_that_starts_anew_does_not_delete_those_of_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def save(run: Run) -> None:
+        # Another number on the way is no other run.
+        run.job.checkpoint(tmp_path, *run.parts, every=5, keep=2 if run.job.steps < 10 else 1)
+
+    def train(world: World, epochs: int, restores: bool) -> None:
+        run = Run(world, "native")
+        if restores:
+            run.job.restore(tmp_path, *run.parts)
+        run.train(epochs, save)
+
+    def trained(epochs: int, restores: bool) -> str:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "tutti"):
+            run_ok(train, epochs, restores, size=2, transport="sockets")
+        return caplog.text
+
+    assert "of another run" not in trained(1, False)
+    assert saved_steps(tmp_path) == [10]
+    (tmp_path / "step-00000010").rename(tmp_path / "elsewhere")
+    index = read_index(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / INDEX).write_bytes(index_bytes(replace(index, steps=100)))
+    (tmp_path / "elsewhere").rename(tmp_path / "step-00000100")
+    found = trained(1, False)
+    assert found.count("holds checkpoints of another run, the last of step 100, and this one does not continue") == 1
+    assert saved_steps(tmp_path) == [10, 100]
+    assert "of another run" not in trained(2, True)
+    assert saved_steps(tmp_path) == [20]
 
 
 @pytest.mark.parametrize("strategy", ["native", "ps:bsp"])

@@ -29,7 +29,6 @@ from tutti.replica.buckets import Slot, like
 from tutti.strategies.saved_state import PerRank
 from tutti.transports import Transport
 
-
 _RESIDUAL = "residual"
 """The name of what a codec has not sent yet, in its state."""
 
