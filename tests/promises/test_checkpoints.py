@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 from support import run_ok, run_threads
@@ -341,6 +342,33 @@ def test_mistakes_are_errors_on_all_ranks(mistake: Callable[..., Any], message: 
     for found in errors_of(mistake, tmp_path):
         assert re.search(message, found), found
     assert saved_steps(tmp_path) == [3]
+
+
+class Converted(nn.Linear):
+    """Converts what it finds of its first version, as some of torch's and torchvision's layers do."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        if local_metadata.get("version", 1) < self._version:
+            state_dict[f"{prefix}weight"] = 10 * state_dict[f"{prefix}weight"]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def test_modules_find_the_versions_of_what_they_load(tmp_path: Path) -> None:
+    def values(world: World, restores: bool) -> list[Tensor]:
+        model = nn.Sequential(Converted(3, 3))
+        with torch.no_grad():
+            model[0].weight.copy_(torch.arange(9.0).view(3, 3) + restores)
+        average = AveragedModel(model)
+        with distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), world=world) as job:
+            (job.restore if restores else job.checkpoint)(tmp_path, average)
+        return [model.state_dict()["0.weight"].clone(), average.state_dict()["module.0.weight"]]
+
+    saved = run_ok(values, False, size=2, transport="sockets")
+    got = run_ok(values, True, size=2, transport="sockets")
+    for before, after in zip(saved, got, strict=True):
+        assert all(map(torch.equal, before, after))
 
 
 def test_a_run_that_starts_anew_does_not_delete_those_of_another(

@@ -19,7 +19,7 @@ from tutti.collectives import broadcast_all, broadcast_json
 from tutti.errors import CheckpointError, ConfigError
 from tutti.job.state import refuse_another_model
 from tutti.parallel.model_on_mesh import ModelOnMesh
-from tutti.replica.state import load_optimizer_state
+from tutti.replica.state import load_model_state, load_optimizer_state
 from tutti.transports import Transport
 
 
@@ -81,7 +81,7 @@ def load_model(snapshot: Snapshot, optimizer: Optimizer, model: nn.Module, model
     split = nullcontext() if model_on_mesh is None else model_on_mesh.full_model(optimizer=True, keep_changes=True)
     with split, torch.no_grad():
         _check_model(snapshot.model, model.state_dict())
-        model.load_state_dict(dict(snapshot.model))
+        load_model_state(model, snapshot.model)
         _load_optimizer(optimizer, snapshot.optimizer)
 
 
