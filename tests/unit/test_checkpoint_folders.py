@@ -138,3 +138,15 @@ def test_one_that_cannot_be_looked_at_does_not_stop_others_from_being_deleted(
     for steps in (2, 3):
         write(tmp_path, snapshot(steps), keep=1)
     assert {info.steps for info in checkpoints(tmp_path)} == {1, 3}
+
+
+def test_a_folder_whose_checkpoints_cannot_be_listed_is_not_left_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listed(folder: Path) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="Permission denied"):
+        patch.setattr(Path, "iterdir", listed)
+        CheckpointWriter(tmp_path, continues=False)
+    CheckpointWriter(tmp_path, continues=False).close()

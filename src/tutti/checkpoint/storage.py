@@ -204,8 +204,12 @@ class CheckpointWriter:
         self._first_serial = 0
         """That of the first checkpoint of this run. Those before are of others."""
         if not continues:
-            with durable.explained_errors(f"write checkpoints to {run}"):
-                self._begin_anew()
+            try:
+                with durable.explained_errors(f"write checkpoints to {run}"):
+                    self._begin_anew()
+            except BaseException:
+                self._lock.close()
+                raise
 
     def __enter__(self) -> "CheckpointWriter":
         return self
