@@ -7,8 +7,8 @@ import random
 import re
 import signal
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -543,6 +543,39 @@ def test_a_stopped_program_saves_all_its_models(calls: str, tmp_path: Path, monk
     assert saved_steps(tmp_path / "one")[0] == 3
     assert saved_steps(tmp_path / "other") == ([3] if calls == "in every step" else [])
     assert not signals._requests.users
+
+
+def test_a_stopped_run_whose_leader_is_lost_while_it_copies_saves_its_state_in_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved_part, others = Job._saved_part, threading.Semaphore(0)
+
+    @contextmanager
+    def lose_rank_0(self: Job, *copies: nn.Module) -> Iterator[Any]:
+        with saved_part(self, *copies) as part:
+            if self.world.rank == 0:
+                assert others.acquire(timeout=20)
+                assert others.acquire(timeout=20)
+                raise KeyError("lost")
+            others.release()  # It has found that it does not lead.
+            yield part
+
+    monkeypatch.setattr(Job, "_saved_part", lose_rank_0)
+    monkeypatch.setattr(signals, "_requests", signals._Requests())
+    monkeypatch.setattr(signals, "others_save", lambda user: False)  # Ranks are threads of one process here.
+    monkeypatch.setattr(calls_module, "requested", lambda: signal.SIGTERM)
+    taken: list[bool] = []
+
+    def train(world: World) -> None:
+        with Run(world, "peers").job as job:
+            taken.append(job.checkpoint(tmp_path))
+            job.checkpoint(tmp_path)
+            taken.append(True)  # It was not stopped.
+
+    run_threads(train, size=3, transport="sockets")
+    assert taken == [False, False]
+    assert "no checkpoint of step 0: the rank that copied it was lost" in caplog.text
+    assert saved_steps(tmp_path) == [0]
 
 
 def test_random_states_come_back(tmp_path: Path) -> None:

@@ -146,7 +146,8 @@ def test_a_folder_whose_checkpoints_cannot_be_listed_is_not_left_locked(
     def listed(folder: Path) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="Permission denied"):
+    with monkeypatch.context() as patch:
         patch.setattr(Path, "iterdir", listed)
-        CheckpointWriter(tmp_path, continues=False)
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            CheckpointWriter(tmp_path, continues=False)
     CheckpointWriter(tmp_path, continues=False).close()

@@ -192,10 +192,12 @@ class Checkpoints:
                 memory = None if writer is None else writer.memory()
                 state = {"random": random, "extra": request.extra}
                 with self._own_buffers():
-                    snapshot = take(job, parts, state, self._call, memory, self._replica_ranks)
+                    snapshot, savers = take(job, parts, state, self._call, memory, self._replica_ranks)
                 self._begun.add(run)
                 if snapshot is not None:
                     self._submit(run, request, snapshot)
+                if not savers:  # The leader was lost. Who is asked to stop saves the state in the next call.
+                    taken, stop = False, 0
         finally:
             self._world.transport.activity.enter(IDLE)
         if stop:
