@@ -45,6 +45,16 @@ def test_a_run_continues_on_other_workers_and_strategies(call: Call, tmp_path: P
     assert json.loads((runs / "first" / "summary.json").read_text()) == summary
 
 
+def test_a_run_whose_only_checkpoint_was_being_replaced_does_not_start_anew(call: Call, tmp_path: Path) -> None:
+    train(call, "digits", "--epochs", "1", "--name", "a")
+    run = tmp_path / "runs" / "a"
+    (run / "step-00000022").rename(run / ".replaced-step-00000022")
+    before = json.loads((run / "summary.json").read_text())
+    train(call, "--resume", "runs/a", "--epochs", "2")
+    after = json.loads((run / "summary.json").read_text())
+    assert (after["steps"], after["samples"]) == (44, before["samples"])
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -64,6 +64,16 @@ def test_a_signal_after_the_last_checkpoint_still_ends_the_process(tmp_path: Pat
     assert "still not at an end 1 s after SIGTERM" in ended.stderr
 
 
+def test_a_signal_ends_the_process_also_where_nobody_reads_its_output(tmp_path: Path) -> None:
+    unread = """
+reader, writer = os.pipe()
+os.close(reader)
+os.dup2(writer, 2)
+"""
+    ended = run(unread + SIGNALLED, tmp_path)
+    assert ended.returncode == 128 + signal.SIGTERM
+
+
 FAILED = """
 import tutti, torch, time
 from tutti.checkpoint import tensor_files

@@ -7,8 +7,9 @@ import random
 import re
 import signal
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 from support import run_ok, run_threads
 from tutti.checkpoint import tensor_files
 from tutti.checkpoint.durable import write_all
-from tutti.checkpoint.index import checkpoints
+from tutti.checkpoint.index import INDEX, checkpoints, index_bytes, read_index
 from tutti.checkpoint.storage import CheckpointWriter, read
 from tutti.data import shard
 from tutti.errors import CheckpointError, ConfigError
@@ -278,6 +280,11 @@ def another_optimizer(world: World, folder: Path) -> None:
         job.restore(folder)
 
 
+def absent_step(world: World, folder: Path) -> None:
+    with Run(world, "native").job as job:
+        job.restore(folder / "step-00000002")
+
+
 def restored_late(world: World, folder: Path) -> None:
     run = Run(world, "native")
     with run.job:
@@ -319,6 +326,7 @@ MISTAKES = [
     (another_model, r"another model: it has '0\.bias' of shape \(32,\), and this model has '0\.bias' of shape \(33,\)"),
     (another_data, "96.* 50|50.* 96"),
     (another_optimizer, "saved with another optimiser than this SGD"),
+    (absent_step, r"step-00000002 is not a checkpoint: there is no .*checkpoint\.json"),
     (restored_late, "before the first step, and 1 were taken"),
     (without_a_state, "a list has no state_dict"),
     (not_sharded, r"a position of its own on every rank\. Give what tutti\.shard"),
@@ -334,6 +342,84 @@ def test_mistakes_are_errors_on_all_ranks(mistake: Callable[..., Any], message: 
     for found in errors_of(mistake, tmp_path):
         assert re.search(message, found), found
     assert saved_steps(tmp_path) == [3]
+
+
+class Converted(nn.Linear):
+    """Converts what it finds of its first version, as some of torch's and torchvision's layers do."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        if local_metadata.get("version", 1) < self._version:
+            state_dict[f"{prefix}weight"] = 10 * state_dict[f"{prefix}weight"]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def test_modules_find_the_versions_of_what_they_load(tmp_path: Path) -> None:
+    def values(world: World, restores: bool) -> list[Tensor]:
+        model = nn.Sequential(Converted(3, 3))
+        with torch.no_grad():
+            model[0].weight.copy_(torch.arange(9.0).view(3, 3) + restores)
+        average = AveragedModel(model)
+        with distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), world=world) as job:
+            (job.restore if restores else job.checkpoint)(tmp_path, average)
+        return [model.state_dict()["0.weight"].clone(), average.state_dict()["module.0.weight"]]
+
+    saved = run_ok(values, False, size=2, transport="sockets")
+    got = run_ok(values, True, size=2, transport="sockets")
+    for before, after in zip(saved, got, strict=True):
+        assert all(map(torch.equal, before, after))
+
+
+def test_a_run_that_starts_anew_does_not_delete_those_of_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def save(run: Run) -> None:
+        # Another number on the way is no other run.
+        run.job.checkpoint(tmp_path, *run.parts, every=5, keep=2 if run.job.steps < 10 else 1)
+
+    def train(world: World, epochs: int, restores: bool) -> None:
+        run = Run(world, "native")
+        if restores:
+            run.job.restore(tmp_path, *run.parts)
+        run.train(epochs, save)
+
+    def trained(epochs: int, restores: bool) -> str:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "tutti"):
+            run_ok(train, epochs, restores, size=2, transport="sockets")
+        return caplog.text
+
+    assert "of another run" not in trained(1, False)
+    assert saved_steps(tmp_path) == [10]
+    (tmp_path / "step-00000010").rename(tmp_path / "elsewhere")
+    index = read_index(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / INDEX).write_bytes(index_bytes(replace(index, steps=100)))
+    (tmp_path / "elsewhere").rename(tmp_path / "step-00000100")
+    found = trained(1, False)
+    assert found.count("holds checkpoints of another run, the last of step 100, and this one does not continue") == 1
+    assert saved_steps(tmp_path) == [10, 100]
+    assert "of another run" not in trained(2, True)
+    assert saved_steps(tmp_path) == [20]
+
+
+@pytest.mark.parametrize("strategy", ["native", "ps:bsp"])
+def test_the_state_of_another_optimizer_is_refused_before_the_first_step(strategy: str, tmp_path: Path) -> None:
+    def with_adam(world: World) -> None:
+        model = net()
+        with distribute(model, torch.optim.Adam(model.parameters()), strategy, world=world) as job:
+            model(torch.ones(2, 6)).square().mean().backward()
+            job._replica.optimizer.step()
+            job.checkpoint(tmp_path)
+
+    def with_sgd(world: World) -> None:
+        model = net()
+        with distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, world=world) as job:
+            job.restore(tmp_path)
+
+    run_ok(with_adam, size=2, transport="sockets")
+    for found in errors_of(with_sgd):
+        assert re.search("saved with another optimiser than this SGD: it has no 'dampening'", found), found
 
 
 def test_two_jobs_cannot_write_to_one_folder(tmp_path: Path) -> None:
@@ -457,6 +543,39 @@ def test_a_stopped_program_saves_all_its_models(calls: str, tmp_path: Path, monk
     assert saved_steps(tmp_path / "one")[0] == 3
     assert saved_steps(tmp_path / "other") == ([3] if calls == "in every step" else [])
     assert not signals._requests.users
+
+
+def test_a_stopped_run_whose_leader_is_lost_while_it_copies_saves_its_state_in_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved_part, others = Job._saved_part, threading.Semaphore(0)
+
+    @contextmanager
+    def lose_rank_0(self: Job, *copies: nn.Module) -> Iterator[Any]:
+        with saved_part(self, *copies) as part:
+            if self.world.rank == 0:
+                assert others.acquire(timeout=20)
+                assert others.acquire(timeout=20)
+                raise KeyError("lost")
+            others.release()  # It has found that it does not lead.
+            yield part
+
+    monkeypatch.setattr(Job, "_saved_part", lose_rank_0)
+    monkeypatch.setattr(signals, "_requests", signals._Requests())
+    monkeypatch.setattr(signals, "others_save", lambda user: False)  # Ranks are threads of one process here.
+    monkeypatch.setattr(calls_module, "requested", lambda: signal.SIGTERM)
+    taken: list[bool] = []
+
+    def train(world: World) -> None:
+        with Run(world, "peers").job as job:
+            taken.append(job.checkpoint(tmp_path))
+            job.checkpoint(tmp_path)
+            taken.append(True)  # It was not stopped.
+
+    run_threads(train, size=3, transport="sockets")
+    assert taken == [False, False]
+    assert "no checkpoint of step 0: the rank that copied it was lost" in caplog.text
+    assert saved_steps(tmp_path) == [0]
 
 
 def test_random_states_come_back(tmp_path: Path) -> None:

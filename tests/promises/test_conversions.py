@@ -141,7 +141,25 @@ def test_what_is_owed_stays_owed_under_another_codec(before: str, after: str, si
         torch.testing.assert_close(owed_by(state, "residuals"), then, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize("after", ["fp16:feedback=0", "onebit:feedback=0", "ps:bsp+topk:0.1,feedback=0"])
+def test_what_is_owed_goes_with_the_next_gradient_where_a_codec_keeps_nothing(after: str) -> None:
+    saved = saved_by("onebit")
+
+    def state_of(world: World) -> dict[str, Tensor]:
+        *_, job = resumed(world, after, saved, sgd)
+        state = job.state_dict()
+        job.finish()
+        found: dict[str, Tensor] = state["exchange"]["owed"]
+        return found
+
+    then = owed_by(saved, "residuals")
+    for found in run_ok(state_of, size=2, transport="sockets"):
+        torch.testing.assert_close({name: value.double() for name, value in found.items()}, then, rtol=1e-5, atol=1e-8)
+
+
 TO_PARAMETERS = [
+    *(("bmuf:every=3+onebit", "block_residuals", f"{after}+onebit:feedback=0") for after in ("bmuf:every=3", "diloco")),
+    ("peers+onebit", "update_residuals", "peers+onebit:feedback=0"),
     *(("bmuf:every=3+onebit", "block_residuals", after) for after in ("native", "ps:bsp", "bmuf:every=3", "gossip")),
     *(("peers+onebit", "update_residuals", after) for after in ("ring", "ps:bsp", "averaging:every=2", "peers")),
     ("peers+onebit", "update_residuals", "gossip:graph=ring"),

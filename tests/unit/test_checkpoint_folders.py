@@ -2,7 +2,9 @@
 
 import errno
 import logging
+import os
 import shutil
+import stat
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -101,3 +103,51 @@ def test_the_names_of_new_folders_reach_the_disk(tmp_path: Path, monkeypatch: py
     synced.clear()
     CheckpointWriter(run).close()
     assert synced == []
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_cannot_synchronise_folders(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.fsync
+
+    def synchronise(file: int) -> None:
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(number, os.strerror(number))
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", synchronise)
+    assert newest_complete(write(tmp_path / "run", snapshot(1)).parent) is not None
+
+
+@pytest.mark.parametrize("problem", [PermissionError(errno.EACCES, "Permission denied"), FileNotFoundError()])
+def test_one_that_cannot_be_looked_at_does_not_stop_others_from_being_deleted(
+    problem: OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that another user has damaged, or that somebody deletes at the same time."""
+    strange = tmp_path / "step-00000001"
+    strange.mkdir()
+    real = Path.iterdir
+
+    def listed(folder: Path) -> Any:
+        if folder == strange:
+            raise problem
+        return real(folder)
+
+    monkeypatch.setattr(Path, "iterdir", listed)
+    for steps in (2, 3):
+        write(tmp_path, snapshot(steps), keep=1)
+    assert {info.steps for info in checkpoints(tmp_path)} == {1, 3}
+
+
+def test_a_folder_whose_checkpoints_cannot_be_listed_is_not_left_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listed(folder: Path) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", listed)
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            CheckpointWriter(tmp_path, continues=False)
+    CheckpointWriter(tmp_path, continues=False).close()

@@ -1,14 +1,18 @@
 """Where a run's coordinator is found, what a forked child does with it, and what is shown of its secret."""
 
+import errno
 import os
 import socket
+import subprocess
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
-from tutti.coordination import Coordinator, Secret
+from tutti.coordination import Coordinator, MemberDescription, Secret
 from tutti.coordination.forks import close_in_children
+from tutti.coordination.link import Endpoint, connect_member
 from tutti.launch import control_plane, host
 from tutti.launch.diagnosis_line import DiagnosisThread
 from tutti.launch.environment import RankEnvironment
@@ -91,3 +95,27 @@ def test_a_child_keeps_the_files_that_it_opens() -> None:
 
 def test_a_run_does_not_show_its_secret() -> None:
     assert "hidden" not in repr(RunningRun(1, 2, "127.0.0.1", 3, "hidden", True, 2, "train.py"))
+
+
+def test_a_host_on_which_no_observer_can_be_started_takes_part(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    secret = Secret.generate()
+    listening = socket.create_server(("127.0.0.1", 0))
+    endpoint = Endpoint("127.0.0.1", listening.getsockname()[1])
+    coordinator = Coordinator(
+        listening, secret, host_id="another host", address="127.0.0.1", patience=timedelta(seconds=10)
+    )
+    try:
+        here = MemberDescription.this_process(0, "node1", "this host")
+        member = connect_member(here, endpoint, secret, timeout=timedelta(seconds=10))
+        control_plane.wait_for_ranks(member, "world", 0, 1, timedelta(seconds=10))
+        member.close()
+    finally:
+        coordinator.close()
+    assert "ranks of node1 run (Resource temporarily unavailable)" in caplog.text
+    assert member not in control_plane._observers

@@ -36,18 +36,19 @@ def wait_for_all() -> None:
 class BackgroundWriter:
     """The writer of a run's checkpoints, in a thread of its own until `close`."""
 
-    def __init__(self, run: Path, keep: int, ranks: PartRanks | None = None) -> None:
+    def __init__(self, run: Path, keep: int, ranks: PartRanks | None = None, continues: bool = True) -> None:
         """Lock the folder. Raises `CheckpointError` if another process writes to it.
 
         Args:
             ranks: those that write together, each its part; the first of them leads, and locks the folder.
+            continues: whether checkpoints that are in the folder are of the same run.
         """
         self._writer: CheckpointWriter | PartWriter
-        if ranks is None:
-            self._writer, self._thread = CheckpointWriter(run, keep), ThreadPoolExecutor(1, "tutti-checkpoint")
+        if ranks is None or ranks.leads:
+            self._writer = CheckpointWriter(run, keep, None if ranks is None else ranks.transport, continues)
         else:
-            make = CheckpointWriter if ranks.leads else PartWriter
-            self._writer, self._thread = make(run, keep, ranks.transport), ranks.thread
+            self._writer = PartWriter(run, keep, ranks.transport)
+        self._thread = ThreadPoolExecutor(1, "tutti-checkpoint") if ranks is None else ranks.thread
         self._ranks = ranks
         self._pending: Future[Path] | None = None
         self._last: EncodedSnapshot | None = None
@@ -60,6 +61,10 @@ class BackgroundWriter:
     def keep(self) -> int:
         """How many checkpoints stay."""
         return self._writer.keep
+
+    @keep.setter
+    def keep(self, number: int) -> None:
+        self._writer.keep = number
 
     @property
     def busy(self) -> bool:

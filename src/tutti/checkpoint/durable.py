@@ -24,6 +24,9 @@ _NEXT_STEP = {
     errno.EEXIST: "A file is where a folder is needed: choose another folder.",
 }
 
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
+"""What file systems answer that cannot synchronise folders, such as some shared folders of virtual machines."""
+
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
@@ -49,6 +52,9 @@ def sync_folder(folder: Path) -> None:
         file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(file)
+        except OSError as error:
+            if error.errno not in _NO_FOLDER_SYNC:
+                raise
         finally:
             os.close(file)
 

@@ -128,6 +128,11 @@ def folder_name(steps: int) -> str:
     return f"step-{steps:08d}"
 
 
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a folder of this name is a checkpoint, and not a run that holds checkpoints."""
+    return _FOLDER.fullmatch(name) is not None
+
+
 def index_bytes(index: CheckpointIndex) -> bytes:
     """Return the content of an index file."""
     body = json.dumps(asdict(index), separators=(",", ":"), allow_nan=False).encode()

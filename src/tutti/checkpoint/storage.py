@@ -20,7 +20,7 @@ import logging
 import platform
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,6 +40,7 @@ from tutti.checkpoint.index import (
     REPLACED,
     STATE,
     CheckpointIndex,
+    CheckpointInfo,
     checkpoints,
     first_complete,
     folder_name,
@@ -183,12 +184,13 @@ class StoredSnapshot:
 class CheckpointWriter:
     """The one writer of checkpoints in a run's folder, until `close`."""
 
-    def __init__(self, run: Path, keep: int = 3, ranks: Transport | None = None) -> None:
+    def __init__(self, run: Path, keep: int = 3, ranks: Transport | None = None, continues: bool = True) -> None:
         """Make the folder if needed, and lock it.
 
         Args:
             keep: how many of the newest checkpoints stay.
             ranks: those that write together, of which this is the first; without them, this one writes alone.
+            continues: whether checkpoints that are in the folder are of the same run. Those of another are not deleted.
         """
         if keep < 1:
             raise ConfigError(f"the number of checkpoints to keep must be 1 or more, got {keep}.")
@@ -199,6 +201,15 @@ class CheckpointWriter:
         self._lock = RunLock(run)
         if warning := warn_about(run):
             _log.warning("%s", warning)
+        self._first_serial = 0
+        """That of the first checkpoint of this run. Those before are of others."""
+        if not continues:
+            try:
+                with durable.explained_errors(f"write checkpoints to {run}"):
+                    self._begin_anew()
+            except BaseException:
+                self._lock.close()
+                raise
 
     def __enter__(self) -> "CheckpointWriter":
         return self
@@ -209,6 +220,19 @@ class CheckpointWriter:
     def close(self) -> None:
         """Let others write into the folder."""
         self._lock.close()
+
+    def _begin_anew(self) -> None:
+        """Note which checkpoints are there already, and say that they are of another run."""
+        found = checkpoints(self._run)
+        self._first_serial = _next_serial(found)
+        if others := [info for info in found if info.problem is None]:
+            _log.warning(
+                "%s holds checkpoints of another run, the last of step %d, and this one does not continue from them. "
+                "They stay, but for those of steps that this run saves too. Call job.restore before the first step, or "
+                "give each run a folder of its own.",
+                self._run,
+                others[0].steps,
+            )
 
     def write(self, snapshot: EncodedSnapshot) -> Path:
         """Write a checkpoint, delete the oldest beyond `keep`, and return the new one's folder.
@@ -237,7 +261,7 @@ class CheckpointWriter:
         own = write_part(folder, snapshot, 0, self._others.num_parts)
         parts = [own, *self._others.collect(folder)]
         index = CheckpointIndex(
-            serial=1 + max((info.index.serial for info in checkpoints(self._run) if info.index), default=0),
+            serial=_next_serial(checkpoints(self._run)),
             steps=snapshot.steps,
             strategy=snapshot.strategy,
             world_size=snapshot.world_size,
@@ -271,10 +295,13 @@ class CheckpointWriter:
                 "away, or write to another folder."
             )
 
-    def _delete(self, folder: Path) -> None:
+    def _delete(self, folder: Path, unless: Callable[[Path], bool] = lambda folder: False) -> None:
         """Delete a folder, or say why it stays: the new checkpoint is complete all the same."""
         try:
-            durable.remove_folder(folder, self._run / f"{_DELETED}{secrets.token_hex(8)}")
+            if not unless(folder):
+                durable.remove_folder(folder, self._run / f"{_DELETED}{secrets.token_hex(8)}")
+        except FileNotFoundError:
+            return  # Somebody else has deleted it.
         except OSError as error:
             _log.warning("cannot delete the old checkpoint %s: %s", folder, error)
 
@@ -293,15 +320,19 @@ class CheckpointWriter:
     def _delete_old(self) -> None:
         """Delete complete checkpoints beyond the newest, and damaged ones of fewer steps than all that stay.
 
-        Those of a newer format are not damaged: another Tutti reads them. Nor are folders of other programs.
+        Those of a newer format are not damaged: another Tutti reads them. Nor are folders of other programs. Those of
+        another run stay.
         """
-        found = checkpoints(self._run)
+        found = [info for info in checkpoints(self._run) if not info.index or info.index.serial >= self._first_serial]
         complete = [info for info in found if info.problem is None]
         first = min(info.steps for info in complete[: self.keep])
         damaged = [info for info in found if info.problem and not info.is_newer and info.steps < first]
         for info in (*complete[self.keep :], *damaged):
-            if not is_foreign(info.folder):
-                self._delete(info.folder)
+            self._delete(info.folder, unless=is_foreign)
+
+
+def _next_serial(found: Sequence[CheckpointInfo]) -> int:
+    return 1 + max((info.index.serial for info in found if info.index), default=0)
 
 
 def write(run: Path, snapshot: Snapshot, keep: int = 3) -> Path:

@@ -32,9 +32,15 @@ def broadcast_all(tensors: Iterable[Tensor], transport: Transport) -> None:
 
 
 def groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield groups of tensors of one device and dtype, each of about a chunk, in the same order on every rank."""
+    """Yield groups of tensors of one device and dtype, in the same order on every rank.
+
+    Each has about a chunk, or one tensor that is as large by itself, so that nothing large is joined with others.
+    """
     open_groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], int]] = {}
     for tensor in tensors:
+        if tensor.nbytes >= _CHUNK_BYTES:
+            yield [tensor]
+            continue
         kind = (tensor.device, tensor.dtype)
         group, num_bytes = open_groups.get(kind, ([], 0))
         group.append(tensor)

@@ -7,6 +7,7 @@
 """
 
 import atexit
+import logging
 import os
 import secrets
 import socket
@@ -30,6 +31,8 @@ from tutti.launch.environment import RankEnvironment
 from tutti.launch.host import address_towards, host_id, host_name, network_address
 from tutti.launch.host_observer import HostObserver
 from tutti.transports import Membership, Peer
+
+_log = logging.getLogger("tutti")
 
 
 def member_of_run(environment: RankEnvironment, timeout: timedelta) -> Member:
@@ -106,7 +109,16 @@ def _have_host_observed(member: Member, roster: list[MemberDescription]) -> None
     first = next(each for each in roster if each.host_id == here)
     if first == member.description and here != member.known.coordinator_host and member not in _observers:
         assert isinstance(member, ConnectedMember)
-        _observers[member] = HostObserver(member.endpoint)
+        try:
+            _observers[member] = HostObserver(member.endpoint)
+        except OSError as error:  # Too many processes, for example. The job does not need it.
+            _log.warning(
+                "no process could be started that sees whether the ranks of %s run (%s): one that holds the "
+                "interpreter's lock for longer than the patience may be taken for lost.",
+                member.description.host,
+                error.strerror,
+            )
+            return
         atexit.register(_observers[member].close)
 
 

@@ -42,12 +42,16 @@ class HostObserver:
         own, other = socket.socketpair()
         self.end = close_in_children(own)
         with other:
-            self._process = subprocess.Popen(
-                [*main_of("tutti.launch.host_observer"), endpoint.address, str(endpoint.port)],
-                stdin=other.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [*main_of("tutti.launch.host_observer"), endpoint.address, str(endpoint.port)],
+                    stdin=other.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+            except OSError:
+                own.close()
+                raise
 
     def close(self) -> None:
         """End it. Idempotent."""

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from tutti.checkpoint.index import candidates
 from tutti.collectives import native
 from tutti.data import GlobalBatches, ShardedLoader, shard
 from tutti.job import Job, distribute
@@ -177,7 +178,7 @@ class _Checkpoints:
         self._config, self._job, self._parts = config, job, parts
         self._extra = {"config": {**asdict(config), "checkpoints": None}}
         # All ranks are on one machine, and see the same folder.
-        if config.checkpoints is not None and any(Path(config.checkpoints).glob("step-*")):
+        if config.checkpoints is not None and candidates(Path(config.checkpoints)):
             job.restore(config.checkpoints, *parts)
 
     def step(self) -> None:

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -83,6 +85,17 @@ def take_from_rank_0(model: nn.Module, optimizer: Optimizer, transport: Transpor
     broadcast_all(tensors, transport)
     # On rank 0 too: loading may cast what it loads, and must then do so everywhere.
     load_optimizer_state(optimizer, unpack(packed, tensors))
+
+
+def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load a state that came without the versions of modules, which torch keeps beside the values.
+
+    They are those of `model`. A module that finds no version takes its values for those of its oldest, and converts
+    them once more, or refuses them.
+    """
+    versioned: Any = OrderedDict(state)
+    versioned._metadata = getattr(model.state_dict(), "_metadata", OrderedDict())
+    model.load_state_dict(versioned)
 
 
 def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:

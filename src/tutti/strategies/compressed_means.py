@@ -155,15 +155,16 @@ class CompressedMean:
     def load_state_dict(self, state: dict[str, Any]) -> dict[str, Tensor]:
         """Continue from gathered states, with any number of ranks, other buckets or another codec.
 
-        Returns what the mean is owed of parameters that are not compressed here, the same on every rank. What only the
-        codec that saved it understands is left out.
+        Returns what the mean is owed that the codec does not take over, the same on every rank: of parameters that are
+        not compressed here, or of all if it has no error feedback. What only the codec that saved it understands is
+        left out.
         """
         self._follow_buckets()
         ranks = encoding_ranks(self._transport, two_levels=self._within is not None)
         memory = CodecMemory.inherited(state, self._codec, self._share, self._transport.rank, ranks)
         distribute_to_sums(memory, self._sums)
         compressed = [slot.name for bucket in self._replica.buckets for _, slot in compressed_slots(bucket)]
-        return owed(state, compressed)
+        return owed(state, self._codec, compressed)
 
     @property
     def _share(self) -> float:

@@ -29,6 +29,9 @@ from tutti.replica.buckets import Slot, like
 from tutti.strategies.saved_state import PerRank
 from tutti.transports import Transport
 
+_RESIDUAL = "residual"
+"""The name of what a codec has not sent yet, in its state."""
+
 
 class Span(NamedTuple):
     """Elements of a parameter in a flat tensor of a codec's state."""
@@ -121,10 +124,17 @@ class CodecMemory:
         return memory
 
 
-def owed(state: dict[str, Any], sent: Iterable[str] = ()) -> dict[str, Tensor]:
-    """Return what all ranks together owe of each parameter, but of those that are `sent` by a codec as before."""
-    total = _summed([each["elements"] for each in state["ranks"]], state["share"]).get("residual", {})
-    return {name: value for name, value in total.items() if name not in set(sent) and value.any()}
+def owed(state: dict[str, Any], codec: Codec | None = None, compressed: Iterable[str] = ()) -> dict[str, Tensor]:
+    """Return what all ranks together owe of each parameter, but for what a codec takes over.
+
+    Args:
+        state: what `CodecMemory.state_dict` returned, with the lists of all ranks.
+        codec: the codec that continues, if any. One without error feedback takes over nothing.
+        compressed: the parameters that it encodes.
+    """
+    taken_over = set(compressed) if codec is not None and _RESIDUAL in codec.start(1) else set()
+    total = _summed([each["elements"] for each in state["ranks"]], state["share"]).get(_RESIDUAL, {})
+    return {name: value for name, value in total.items() if name not in taken_over and value.any()}
 
 
 def _summed(elements: list[dict[str, dict[str, Tensor]]], factor: float) -> dict[str, dict[str, Tensor]]:

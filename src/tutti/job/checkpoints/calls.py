@@ -123,6 +123,8 @@ class Checkpoints:
         """Folders that a checkpoint was taken for. From then on, a mistake there does not end the training."""
         self._restored_step = -1
         """The step from which the run continues; -1 if it began at the start."""
+        self._restored_from: Path | None = None
+        """The folder of that checkpoint."""
         self._watches = False
 
     def checkpoint(self, run: Path, parts: tuple[Any, ...], every: Every | None, request: Request) -> bool:
@@ -159,7 +161,7 @@ class Checkpoints:
         if received is None:
             return None
         folder, snapshot = received
-        self._restored_step = snapshot.steps
+        self._restored_step, self._restored_from = snapshot.steps, folder
         self._replica.restoring = True
         try:
             load_model(snapshot, self._replica.optimizer, job.model, self._model_on_mesh)
@@ -190,10 +192,12 @@ class Checkpoints:
                 memory = None if writer is None else writer.memory()
                 state = {"random": random, "extra": request.extra}
                 with self._own_buffers():
-                    snapshot = take(job, parts, state, self._call, memory, self._replica_ranks)
+                    snapshot, savers = take(job, parts, state, self._call, memory, self._replica_ranks)
                 self._begun.add(run)
                 if snapshot is not None:
                     self._submit(run, request, snapshot)
+                if not savers:  # The leader was lost. Who is asked to stop saves the state in the next call.
+                    taken, stop = False, 0
         finally:
             self._world.transport.activity.enter(IDLE)
         if stop:
@@ -253,14 +257,16 @@ class Checkpoints:
         return True
 
     def _writer(self, run: Path, keep: int) -> BackgroundWriter:
-        writer = self._writers.get(run)
-        if writer is not None and writer.keep != keep:
-            del self._writers[run]
-            writer.abandon()
-            writer = None
-        if writer is None:
-            writer = self._writers[run] = BackgroundWriter(run, keep, self._part_ranks)
+        if (writer := self._writers.get(run)) is None:
+            writer = self._writers[run] = BackgroundWriter(run, keep, self._part_ranks, self._continues(run))
+        writer.keep = keep
         return writer
+
+    def _continues(self, run: Path) -> bool:
+        """Whether checkpoints in a folder are those of this run."""
+        if run in self._begun:
+            return True
+        return self._restored_from is not None and self._restored_from.resolve().parent == run.resolve()
 
     def _submit(self, run: Path, request: Request, snapshot: EncodedSnapshot) -> None:
         """Have a snapshot written. The rank that opened the folder may have been lost since, and this one follows."""

@@ -9,9 +9,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn
 from torch.utils.data import DataLoader
 
 from tutti.errors import ConfigError
+from tutti.replica.state import load_model_state
 
 _log = logging.getLogger("tutti")
 
@@ -51,7 +53,10 @@ def load_parts(named: Mapping[str, Any], states: Mapping[str, Any], is_leader: b
 
 def _load(part: Any, name: str, state: Any) -> None:
     try:
-        part.load_state_dict(state)
+        if isinstance(part, nn.Module):
+            load_model_state(part, state)
+        else:
+            part.load_state_dict(state)
     except ConfigError:
         raise
     except (KeyError, ValueError, RuntimeError, TypeError, AttributeError) as error:

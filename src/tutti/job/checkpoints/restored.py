@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tutti.checkpoint.index import INDEX, CheckpointIndex
+from tutti.checkpoint.index import INDEX, CheckpointIndex, is_checkpoint_name, read_index
 from tutti.checkpoint.storage import Snapshot, StoredSnapshot, read, read_newest
 from tutti.collectives import broadcast_all, broadcast_json
 from tutti.errors import CheckpointError, ConfigError
 from tutti.job.state import refuse_another_model
 from tutti.parallel.model_on_mesh import ModelOnMesh
-from tutti.replica.state import load_optimizer_state
+from tutti.replica.state import load_model_state, load_optimizer_state
 from tutti.transports import Transport
 
 
@@ -55,6 +55,9 @@ def receive(transport: Transport, run: Path) -> tuple[Path, Snapshot] | None:
     if transport.rank == 0:
         try:
             found = (run, read(run)) if (run / INDEX).exists() else read_newest(run)
+            if found is None and is_checkpoint_name(run.name):
+                # One that was deleted, or has lost its index, is no run that is yet to start.
+                read_index(run)
         except (CheckpointError, OSError) as error:  # A path that is too long, for example.
             mistake = str(error)
     header = None if found is None else {"folder": str(found[0]), "index": asdict(found[1].index)}
@@ -78,7 +81,7 @@ def load_model(snapshot: Snapshot, optimizer: Optimizer, model: nn.Module, model
     split = nullcontext() if model_on_mesh is None else model_on_mesh.full_model(optimizer=True, keep_changes=True)
     with split, torch.no_grad():
         _check_model(snapshot.model, model.state_dict())
-        model.load_state_dict(dict(snapshot.model))
+        load_model_state(model, snapshot.model)
         _load_optimizer(optimizer, snapshot.optimizer)
 
 
@@ -95,6 +98,10 @@ def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load an optimiser's state. Raises `ConfigError` if it is of another optimiser."""
     try:
         load_optimizer_state(optimizer, dict(state))
+        # Options that its first step would look for. Those that older versions of torch did not have are added by it.
+        for option in sorted(optimizer.defaults):
+            if not all(option in group for group in optimizer.param_groups):
+                raise ValueError(f"it has no '{option}'")
     except (KeyError, ValueError) as error:
         raise ConfigError(
             f"this checkpoint was saved with another optimiser than this {type(optimizer).__name__}: {error}"

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 from weakref import WeakSet
@@ -74,7 +75,9 @@ class _Requests:
 
     def _give_up(self) -> None:
         name = signal.Signals(self.received).name
-        print(f"tutti: still not at an end {self._grace_s:g} s after {name}: ending now.", file=sys.stderr, flush=True)
+        text = f"tutti: still not at an end {self._grace_s:g} s after {name}: ending now."
+        with suppress(OSError, ValueError):  # Nobody reads it any more, or the script has closed it.
+            print(text, file=sys.stderr, flush=True)
         os._exit(128 + self.received)
 
 

@@ -40,8 +40,10 @@ def take(
     call: Call,
     memory: EncodedSnapshot | None,
     replica_ranks: Sequence[int],
-) -> EncodedSnapshot | None:
-    """Return a copy of the state of all ranks, or this rank's part; None on ranks that save nothing. Collective.
+) -> tuple[EncodedSnapshot | None, list[int]]:
+    """Return a copy of the state of all ranks, or this rank's part, and which ranks have one. Collective.
+
+    It is None on ranks that save nothing. Without a rank that has one, nobody does: all that had were lost.
 
     Args:
         state: what is known already: the random state of every rank, and values of the user's own.
@@ -75,7 +77,9 @@ def take(
         # A `ConfigError` in place of the value is raised on every rank.
         value = ConfigError(str(mistake)) if mistake else taken is not None
         savers = call("job.checkpoint", value, lambda values: [rank for rank, saves in values.items() if saves])
+    if not savers and job.is_leader:
+        _log.error("no checkpoint of step %d: the rank that copied it was lost. Training goes on.", job.steps)
     if taken is not None and not set(replica_ranks) <= set(savers):
         _log.error("no checkpoint of step %d: a rank was lost while it was copied. Training goes on.", taken.steps)
-        return None
-    return taken
+        return None, savers
+    return taken, savers

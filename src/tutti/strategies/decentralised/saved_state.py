@@ -93,10 +93,10 @@ class SavedReplica(Resumable):
         return self.algorithm.own_values is not None and len(ranks) == self.transport.size
 
     def _load_residuals(self, saved: dict[str, Any], codec: Codec, states: FlatStates) -> dict[str, Tensor]:
-        """Take over what ranks had not sent yet; return what is owed of parameters that are not compressed here."""
+        """Take over what ranks had not sent yet; return what is owed that the codec does not take over."""
         memory = CodecMemory.inherited(saved, codec, 1.0, self.context.rank, range(self.transport.size))
         memory.distribute(states)
-        return owed(saved, [span.slot.name for _, spans in states for span in spans])
+        return owed(saved, codec, [span.slot.name for _, spans in states for span in spans])
 
     def add_to_model(self, changes: dict[str, Tensor]) -> None:
         context = self.context

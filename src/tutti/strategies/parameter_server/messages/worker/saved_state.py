@@ -67,11 +67,11 @@ class SavedShards(ParameterServerWorker):
         return found
 
     def _load_residuals(self, saved: dict[str, Any], codec: Codec) -> None:
-        """Take over what workers had not pushed yet; what is not compressed here goes with the next gradient."""
+        """Take over what workers had not pushed yet; what the codec cannot keep goes with the next gradient."""
         states = self._codec_states
         memory = CodecMemory.inherited(saved, codec, self.gradient_share, self._rank, self._config.workers)
         memory.distribute(states)
-        self.add_to_gradient(owed(saved, [span.slot.name for _, spans in states for span in spans]))
+        self.add_to_gradient(owed(saved, codec, [span.slot.name for _, spans in states for span in spans]))
 
     def _restart_servers(self, state: dict[str, Any]) -> None:
         """Load all servers. Each rank that serves loads its own; dedicated servers are loaded by the leader."""
