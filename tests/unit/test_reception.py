@@ -115,6 +115,13 @@ def test_a_hello_in_pieces(port: Port) -> None:
         assert port.ranks() == [1]
 
 
+def changed(hello: bytes, position: int, by: int) -> bytes:
+    """The same hello but for bits of one byte."""
+    data = bytearray(hello)
+    data[position] ^= by
+    return bytes(data)
+
+
 HOSTILE: dict[str, Callable[[Port], bytes]] = {
     "nothing but zeros": lambda port: bytes(HELLO_BYTES),
     "another protocol": lambda port: b"GET / HTTP/1.1\r\nHost: somewhere.example\r\n\r\n" + bytes(100),
@@ -123,8 +130,8 @@ HOSTILE: dict[str, Callable[[Port], bytes]] = {
     "the rank that listens": lambda port: port.hello(0),
     "a rank that is none": lambda port: port.hello(SIZE),
     "the highest rank there is": lambda port: port.hello(2**32 - 1),
-    "a rank changed on the way": lambda port: port.hello(1)[:8] + b"\2" + port.hello(1)[9:],
-    "one bit of the proof changed": lambda port: port.hello(1)[:-1] + bytes([port.hello(1)[-1] ^ 1]),
+    "a rank changed on the way": lambda port: changed(port.hello(1), 8, by=1 ^ 2),
+    "one bit of the proof changed": lambda port: changed(port.hello(1), -1, by=1),
     "TLS where it is not expected": lambda port: b"\x16\x03\x01" + bytes(HELLO_BYTES),
 }
 
