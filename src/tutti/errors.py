@@ -12,6 +12,7 @@
     │   └── CheckpointError    a checkpoint that is missing, damaged, of a newer format, or cannot be written
     ├── UnsupportedVersion     (also an ImportError) a version of torch with which Tutti does not work
     ├── RankLost               (also a RuntimeError) a peer died, failed or left while this rank waited for it
+    ├── TooFewWorkers          so many workers were lost that training cannot go on
     ├── DeadlineExceeded       (also a TimeoutError and a RuntimeError) no answer in time, and no rank known to be gone
     ├── Deadlock               every simulated rank waits for another
     ├── WorkerDropped          a parameter server has excluded this worker, which sent an invalid update
@@ -97,6 +98,10 @@ class RankLost(TuttiError, RuntimeError):
         super().__init__(message)
         self.gone = gone or {}
         """The ranks that are gone, and how each of them went."""
+
+
+class TooFewWorkers(TuttiError):
+    """So many workers of an elastic run were lost, and not replaced, that fewer than its minimum are left."""
 
 
 class DeadlineExceeded(TuttiError, TimeoutError, RuntimeError):

@@ -1,4 +1,8 @@
-"""`World`: this rank, the number of ranks, and the transport between them; and the world of the current thread."""
+"""`World`: this rank, the number of ranks, and the transport between them; and the world of the current thread.
+
+The ranks of an elastic world change between steps: it then goes on as another generation, with other numbers and
+another transport (`tutti.job.elastic`). Its object stays the same, so read its fields anew when they are needed.
+"""
 
 import builtins
 from collections.abc import Callable, Iterator
@@ -6,10 +10,11 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
-from tutti.collectives.calls import CollectiveCalls
+from tutti.collectives.calls import CollectiveCalls, Combine
+from tutti.coordination.elastic_member import ElasticMember, Generation
 from tutti.errors import ConfigError
 from tutti.replica import SampleCounts
 from tutti.strategies import Exchange, Strategy
@@ -38,7 +43,53 @@ class CheckpointSettings:
     """Informs the launcher that this process saves its state before it stops, and how long that may take."""
 
 
-@dataclass(frozen=True, eq=False)
+class Regrouping(Protocol):
+    """What a job does so that training goes on with other ranks (`tutti.job.elastic`)."""
+
+    def boundary(self) -> None:
+        """This rank is between two batches: change the ranks, if it is time."""
+        ...
+
+    def call(self, name: str, value: Any, combine: Combine, *, elastic: bool) -> Any:
+        """Make a collective call among the ranks that are there, also if some are lost meanwhile."""
+        ...
+
+    def collective(self, work: Callable[[], Any]) -> Any:
+        """Do what all ranks do together, again if some are lost meanwhile; None where others had done it."""
+        ...
+
+
+class Connections(Protocol):
+    """The transports of an elastic world, one for each generation."""
+
+    def connect(self, generation: Generation) -> Transport:
+        """Open the transport between the members of a generation. Collective among them."""
+        ...
+
+    def disconnect(self) -> None:
+        """Tell the members of the last generation that this process has ended its part in it."""
+        ...
+
+
+@dataclass(eq=False)
+class Elasticity:
+    """How the ranks of a world change."""
+
+    member: ElasticMember
+    connections: Connections
+    is_new: bool
+    """Whether this process comes to a world that has begun without it, and has not joined it yet."""
+    has_joined: bool = False
+    """Whether this process has come to a world that had begun without it."""
+    regrouping: Regrouping | None = None
+    """The job's part, once a model is distributed."""
+    data_states: list[dict[str, Any]] = field(default_factory=list)
+    """For a process that has joined: the positions in the data, until `shard` has taken them over."""
+    data: WeakSet[Any] = field(default_factory=WeakSet)
+    """What `shard` has returned and the model is trained on."""
+
+
+@dataclass(eq=False)
 class World:
     """This rank's number in the run, and its transport to the others."""
 
@@ -71,6 +122,9 @@ class World:
     status: Callable[[], list[dict[str, Any]] | None] = field(default=list, repr=False)
     """Returns what the run's coordinator knows of every rank; nothing where there is none."""
 
+    elastic: Elasticity | None = field(default=None, repr=False)
+    """How its ranks change; None if they stay the same (`tutti run --workers 2:8`)."""
+
     at_close: list[Callable[[], None]] = field(default_factory=list, repr=False)
     """Called when it is closed, while all ranks can still be reached; once, the last one first."""
 
@@ -78,6 +132,32 @@ class World:
     def calls(self) -> CollectiveCalls:
         """Calls of all its ranks with small values. Collective when first used: `distribute` does."""
         return CollectiveCalls(self.transport)
+
+    def renew(self, rank: int, size: int, transport: Transport) -> None:
+        """Go on as another generation."""
+        self.rank, self.size, self.transport = rank, size, transport
+        self.__dict__.pop("calls", None)
+
+    def call(self, name: str, value: Any, combine: Combine, *, elastic: bool) -> Any:
+        """Make a collective call, as `CollectiveCalls.call`, which also survives a change of the ranks. Collective."""
+        if self.elastic is not None and self.elastic.regrouping is not None:
+            return self.elastic.regrouping.call(name, value, combine, elastic=elastic)
+        return self.calls.call(name, value, combine, elastic=elastic)
+
+    def collective(self, work: Callable[[], Any]) -> Any:
+        """Do what all ranks do together. Collective.
+
+        In an elastic world it is done again if ranks are lost meanwhile. It returns None where other ranks had done it
+        before the loss; this rank has taken over their state then.
+        """
+        if self.elastic is not None and self.elastic.regrouping is not None:
+            return self.elastic.regrouping.collective(work)
+        return work()
+
+    def boundary(self) -> None:
+        """Change the ranks of an elastic world, if it is time. Called between two batches."""
+        if self.elastic is not None and self.elastic.regrouping is not None:
+            self.elastic.regrouping.boundary()
 
     @contextmanager
     def waiting(self, own: Exchange | None = None) -> Iterator[None]:

@@ -33,6 +33,13 @@ SCHEMA: dict[str, Fields] = {
     "ask_stack": {"rank": int},
     "stack": {"text": str},
     "bye": {},
+    "enter": {
+        "scope": str, "after": int, "ready": int, "minimum": int, "maximum": int, "expected": int, "info": dict
+    },
+    "belongs": {"scope": str, "number": int, "members": list, "minimum": int, "maximum": int, "expected": int},
+    "depart": {"scope": str, "finished": int},
+    "want": {"scope": str, "number": int},
+    "boundary": {"scope": str, "number": int, "steps": int},
     # From the coordinator.
     "welcome": {"version": str, "lost": dict, "host_id": str},
     "refused": {"reason": str},
@@ -48,6 +55,10 @@ SCHEMA: dict[str, Fields] = {
     "send_stack": {},
     "table": {"request": int, "members": list},
     "stuck": {"reason": str},
+    "generation": {"scope": str, "number": int, "members": list, "too_few": int},
+    "running": {"scope": str, "size": int},
+    "change": {"scope": str, "number": int},
+    "switch": {"scope": str, "number": int, "steps": int},
 }
 """The fields of each message and their types."""
 

@@ -29,6 +29,14 @@ class JobKnowledge:
         """Why this member may take no more part."""
         self.stuck: str | None = None
         """How this member and others wait for each other, without end."""
+        self.generations: dict[str, Message] = {}
+        """The newest generation of each elastic world, as its message has it."""
+        self.running: dict[str, int] = {}
+        """Elastic worlds that have begun without this member, and their sizes."""
+        self.changes: dict[str, int] = {}
+        """The generation of each elastic world that is to end, for which a boundary is asked for."""
+        self.switches: dict[str, tuple[int, int]] = {}
+        """Of such a generation, after how many steps its members stop."""
         self._notices: dict[str, dict[str, dict[str, str]]] = {}
 
     def notices(self, scope: str, member: str) -> dict[str, str]:
@@ -66,6 +74,16 @@ class JobKnowledge:
                 self.refused = self.refused or message["reason"]
             case "stuck":
                 self.stuck = message["reason"]
+            case "generation":
+                scope = f"{message['scope']}.{message['number']}"
+                self.rosters[scope] = [MemberDescription.from_json(each["member"]) for each in message["members"]]
+                self.generations[message["scope"]] = message
+            case "running":
+                self.running[message["scope"]] = message["size"]
+            case "change":
+                self.changes[message["scope"]] = message["number"]
+            case "switch":
+                self.switches[message["scope"]] = message["number"], message["steps"]
             case "forget":
                 self._forget(message["scope"])
 

@@ -98,11 +98,11 @@ class Member:
 
     def set(self, key: str, value: str) -> None:
         """Set a value that others can wait for."""
-        self._send(("set", key), {"op": "set", "key": key, "value": value})
+        self.send(("set", key), {"op": "set", "key": key, "value": value})
 
     def propose(self, key: str, value: str) -> None:
         """Set a value unless another member was first: `values` returns what all members get."""
-        self._send(("propose", key), {"op": "propose", "key": key, "value": value})
+        self.send(("propose", key), {"op": "propose", "key": key, "value": value})
 
     def notice(self, scope: str, kind: str, reason: str, size: int, members: Sequence[str] = ()) -> None:
         """Announce to all members how this one's part in a scope of `size` members ends.
@@ -111,17 +111,23 @@ class Member:
             members: who they are, where the scope is a channel and not all members of its world are in it.
         """
         message = {"op": "notice", "scope": scope, "kind": kind, "reason": reason, "size": size}
-        self._send(("notice", scope, kind), {**message, "members": list(members)})
+        self.send(("notice", scope, kind), {**message, "members": list(members)})
 
     def bye(self) -> None:
         """Announce that this process takes no more part in the job."""
         self._post({"op": "bye"})
 
-    def _send(self, key: tuple[str, ...], message: Message) -> None:
+    def send(self, key: tuple[str, ...], message: Message) -> None:
+        """Send a message, and send it again to every new coordinator, until another one has its key."""
         with self._sending:
             with self._changed:
                 self._sent[key] = message
             self._post(message)
+
+    def withdraw(self, key: tuple[str, ...]) -> None:
+        """Do not send a message again."""
+        with self._changed:
+            self._sent.pop(key, None)
 
     # Waits
 
@@ -152,8 +158,8 @@ class Member:
                 told = seconds
                 waiting(ranks, seconds)
 
-        self._send(("join", scope), {"op": "join", "scope": scope, "rank": rank, "size": size})
-        self._wait(lambda: scope in self.known.rosters, check, timeout_s)
+        self.send(("join", scope), {"op": "join", "scope": scope, "rank": rank, "size": size})
+        self.wait(lambda: scope in self.known.rosters, check, timeout_s)
         return self.known.rosters.get(scope)
 
     def values(self, keys: list[str], timeout_s: float, check: Callable[[], None] = lambda: None) -> list[str] | None:
@@ -183,10 +189,10 @@ class Member:
             self._num_requests += 1
             number = self._num_requests
         key = ("request", str(number))
-        self._send(key, {**message, "request": number})
+        self.send(key, {**message, "request": number})
         answered = False
         try:
-            answered = self._wait(lambda: number in self.known.answers, check, timeout_s)
+            answered = self.wait(lambda: number in self.known.answers, check, timeout_s)
             return self.known.answers.get(number)
         finally:
             with self._changed:
@@ -195,7 +201,7 @@ class Member:
             if not answered and message["op"] == "get":
                 self._post({"op": "cancel", "request": number})
 
-    def _wait(self, over: Callable[[], bool], check: Callable[[], None], timeout_s: float) -> bool:
+    def wait(self, over: Callable[[], bool], check: Callable[[], None], timeout_s: float) -> bool:
         """Wait until `over`; return False after `timeout_s`. Ended by `received`, and by what `check` raises."""
         deadline = time.monotonic() + timeout_s
         while not over():

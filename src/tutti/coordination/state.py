@@ -10,6 +10,7 @@ What it holds:
 - lost: members that are gone for good. A lost member never comes back: its next hello is refused. That is the fence;
 - scopes: which member has which rank in a world or group. When all ranks have joined, all get the roster;
 - values: texts that members set and others wait for. A value dies with its owner, or with its scope;
+- generations: the sets of members of worlds that may lose and gain members (`generations`);
 - notices: that a member has left a scope, closed or aborted a channel (which is a scope inside a scope), or fled from
   the failure of another. All members get every notice. When all members of a scope have left, the scope is forgotten,
   with the values and notices in it.
@@ -34,6 +35,7 @@ import tutti
 from tutti.coordination.description import MemberDescription, ProcessState, process_state
 from tutti.coordination.diagnosis import HeldUp, deadlock_text, deadlocked, diagnose
 from tutti.coordination.frames import Message, ProtocolError
+from tutti.coordination.generations import GenerationTable
 from tutti.coordination.knowledge import LEFT, is_inside
 from tutti.coordination.liveness import MemberRecord, MemberWatch
 from tutti.coordination.notices import TERMINAL, NoticeTable
@@ -129,6 +131,9 @@ class CoordinatorState:
             )
         )
         self._notices = NoticeTable()
+        self.generations = GenerationTable(
+            lambda member, message: self.outbox.append((member, message)), self._describe, self._meet
+        )
         self._handlers: dict[str, Callable[[MemberRecord, Message, float], None]] = {
             "join": self._join,
             "set": lambda record, message, _: self._values.set(record.id, message["key"], message["value"]),
@@ -144,7 +149,12 @@ class CoordinatorState:
             ),
             "ask_stack": lambda _, message, now: self._ask_stack(message["rank"], now),
             "stack": lambda record, message, _: setattr(record, "stack", message["text"]),
-            "bye": lambda record, *_: self._lose(record, LEFT),
+            "bye": lambda record, _, now: self._lose(record, LEFT, now),
+            "enter": lambda record, message, now: self.generations.enter(record.id, message, now),
+            "belongs": lambda record, message, _: self.generations.belongs(record.id, message),
+            "depart": lambda record, message, now: self.generations.depart(record.id, message, now),
+            "want": lambda record, message, _: self.generations.want(record.id, message),
+            "boundary": lambda record, message, _: self.generations.boundary(record.id, message),
         }
 
     def connect(self, hello: Message, now: float) -> MemberRecord:
@@ -220,6 +230,7 @@ class CoordinatorState:
         for record in list(self.members.values()):
             self._judge(record, now)
         self._diagnose(now)
+        self.generations.tick(now)
         for name, scope in self._scopes.items():
             missing = scope.missing[:100]
             if missing and (now - scope.told_at >= _MISSING_S or missing != scope.told):
@@ -301,6 +312,18 @@ class CoordinatorState:
             self._over.append(scope)
         self._broadcast(op="forget", scope=scope)
 
+    def _describe(self, member: str) -> dict[str, Any] | None:
+        """Describe a member; None if it is lost."""
+        return self.members[member].description.to_json() if member in self.members else None
+
+    def _meet(self, name: str, members: list[str]) -> None:
+        """A generation was formed: its members share a scope from the start."""
+        scope = self._scopes[name] = _Scope(len(members), 0.0, 0.0)
+        for rank, member in enumerate(members):
+            self.members[member].has_met_others = True
+            scope.members[rank] = member
+            scope.descriptions[member] = self.members[member].description.to_json()
+
     # Diagnosis
 
     def _diagnose(self, now: float) -> None:
@@ -336,14 +359,14 @@ class CoordinatorState:
         if verdict is not None:
             if verdict.may_run:
                 self.evicted.append((record.description, verdict.reason))
-            self._lose(record, verdict.reason)
+            self._lose(record, verdict.reason, now)
 
     def _seen(self, record: MemberRecord, message: Message, _: float) -> None:
         seen = self.members.get(message["member"])
         if seen is not None and message["state"] in ("running", "stopped", "ended"):
             seen.process = message["state"]
 
-    def _lose(self, record: MemberRecord, reason: str) -> None:
+    def _lose(self, record: MemberRecord, reason: str, now: float) -> None:
         """Go on without a member, for good."""
         member = record.id
         del self.members[member]
@@ -355,6 +378,7 @@ class CoordinatorState:
         if not record.has_met_others:
             # Nobody knows it, so nobody has to be told. Were such ones remembered, they could fill the memory.
             self._notices.drop_member(member)
+            self.generations.lost(member, now)
             return
         self._lost_ranks[record.description.rank] = reason
         for scope in self._scopes.values():
@@ -367,6 +391,8 @@ class CoordinatorState:
         for name in self._notices.scopes():  # Channels that the others have closed already.
             if (size := self._notices.size(name)) is not None:
                 self._forget_if_over(name, size)
+        # Last: members hear of the loss before they hear of the next generation.
+        self.generations.lost(member, now)
 
     def _remember_lost(self, member: str, reason: str) -> None:
         self.lost[member] = reason

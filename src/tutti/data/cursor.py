@@ -26,6 +26,10 @@ A world of another size continues in one of two ways:
 - `keep="local"`, or ranks that were apart: every rank keeps its batch size. What was used so far becomes a `Stage`: the
   items that it left over are divided anew. A run that changes its size several times in an epoch has several stages.
 
+In an elastic world the ranks change while a loop is under way (`regroup`): the cursor then goes back to what is
+committed, and the loop continues from there with the share of its new rank (`start_again`). Items that were given out
+and not committed come again.
+
 Only the thread of the training loop writes a cursor. Nothing here waits but `state_dict`, a collective call.
 """
 
@@ -78,6 +82,10 @@ class Cursor:
         """The loop under way."""
         self._worker_seeds: dict[int, int] = {}
         """Seeds of DataLoader workers in epochs that have begun."""
+        self.num_regroupings = 0
+        """How often the ranks have changed: a loop that began before gives out nothing more."""
+        self.agreed = (0, 0)
+        """The committed position at the last moment when what all ranks had done was in the model of each."""
 
     def start(self) -> Iteration:
         """Start a loop. If the one before was left before its end, the rest of its epoch is given up."""
@@ -87,6 +95,12 @@ class Cursor:
         first = num_items if epoch == self.epoch else 0
         self._iteration = Iteration(self.epoch, first, first)
         return self._iteration
+
+    def start_again(self, iteration: Iteration) -> Iteration | None:
+        """Continue a loop after ranks have changed; None if its epoch is over."""
+        if self._iteration is not None or self.epoch != iteration.epoch:
+            return None
+        return self.start()
 
     def give_out(self, iteration: Iteration) -> None:
         """Record that a loop gets an item, after `SampleCounts.record_batch`."""
@@ -148,6 +162,35 @@ class Cursor:
             self._worker_seeds[self.epoch] = draw()
         return self._worker_seeds[self.epoch]
 
+    def fits(self, state: dict[str, Any]) -> bool:
+        """Whether a state is of the same data."""
+        return all(state.get(name) == value for name, value in self._data.items())
+
+    def regroup(self, positions: list[list[int]]) -> None:
+        """Continue as another rank of another number of ranks, from the positions of the ranks that were there."""
+        seeds = dict(self._worker_seeds)
+        state = {
+            **self._data,
+            "num_parts": self.num_parts,
+            "positions": positions,
+            "stages": [_as_json(stage) for stage in self.stages],
+            "worker_seeds": [None] * len(positions),
+        }
+        self.load_state_dict(state)
+        self._worker_seeds.update(seeds)  # Of this rank's own workers, whose epoch goes on.
+        self.agreed = self._committed
+        self.num_regroupings += 1
+
+    def export(self) -> dict[str, Any]:
+        """Return the position as a state that a new rank of this world can load."""
+        return {
+            **self._data,
+            "num_parts": self.num_parts,
+            "positions": [list(self.position)] * self._world.size,
+            "stages": [_as_json(stage) for stage in self.stages],
+            "worker_seeds": [None] * self._world.size,
+        }
+
     def state_dict(self, own: Any, merge: Merge) -> dict[str, Any]:
         """Return the position of all ranks, and what `merge` makes of every rank's `own` values. Collective."""
         self._world.sample_counts.commit_void_steps()
@@ -155,7 +198,7 @@ class Cursor:
         value = [self._world.rank, epoch, num_items, self._worker_seeds.get(epoch), own]
         elastic = any(exchange.tolerates_loss for exchange in self._world.usage.exchanges)
         with self._world.waiting():
-            return self._world.calls.call(
+            return self._world.call(
                 "shard.state_dict", value, lambda values: self._combined(values, merge), elastic=elastic
             )
 

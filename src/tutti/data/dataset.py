@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from tutti.data.cursor import Cursor
+from tutti.data.cursor import Cursor, Iteration
 from tutti.data.division import refuse_empty, refuse_too_few
 from tutti.data.in_turn import in_turn
 from tutti.data.samplers import shuffled
@@ -21,13 +21,18 @@ class ShardedDataset(ShardedData):
         super().__init__(world, Cursor(world, "local", description))
         self._dataset = dataset
         self._seed = seed
+        self._take_over()
 
     def __iter__(self) -> Iterator[Any]:
         refuse_servers(self._world)
         self._world.sample_counts.record_shard(len(self._dataset), 1, False, self._seed)
-        iteration = self._cursor.start()
+        self._between_batches()
+        return self._through_changes(self._cursor.start(), self._give_out)
+
+    def _give_out(self, iteration: Iteration) -> Iterator[Any]:
         order = shuffled(len(self._dataset), self._seed, iteration.epoch)
-        return in_turn(order, self._world, self._cursor, iteration, self._dataset.__getitem__)
+        get = self._dataset.__getitem__
+        return in_turn(order, self._world, self._cursor, iteration, get, self._between_batches)
 
     def __len__(self) -> int:
         # In training all ranks have as many items as the longest: the last one of some has weight 0 (`in_turn`).

@@ -36,7 +36,9 @@ class DrawnOrder(EpochOrder):
         # A sampler of the user's own may use any generator: rank 0's batches hold for all.
         batches = self._draw() if self._world.rank == 0 else None
         with self._world.waiting():
-            self._drawn[epoch] = broadcast_json(batches, self._world.transport)
+            drawn = self._world.collective(lambda: broadcast_json(batches, self._world.transport))
+        if drawn is not None:  # Else the other ranks had drawn it, and this one has taken it over from them.
+            self._drawn[epoch] = drawn
         return self._drawn[epoch]
 
     def _draw(self) -> Sequence[Batch]:
@@ -69,7 +71,7 @@ class DrawnOrder(EpochOrder):
                 known.append([epoch, sampler_state.pack(self.batches(epoch, 0, first_epoch))])
         elastic = any(exchange.tolerates_loss for exchange in world.usage.exchanges)
         with world.waiting():
-            known = world.calls.call("shard.state_dict", known, _union, elastic=elastic)
+            known = world.call("shard.state_dict", known, _union, elastic=elastic)
         return {**state, "drawn": [[epoch, batches] for epoch, batches in known if epoch in state["drawn"]]}
 
     def load(self, state: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ def in_turn(
     cursor: Cursor,
     iteration: Iteration,
     get: Callable[[Any], Any],
+    stops: Callable[[], bool],
     first: int = 0,
 ) -> Iterator[Any]:
     """Yield every `size`-th item, from this rank's first that is not used yet.
@@ -26,6 +27,7 @@ def in_turn(
 
     Args:
         get: returns the value of an item. It is not called for items of other ranks, nor for those used before.
+        stops: called after each item; True if no more are to be given out, because the ranks have changed.
         first: number of the first of `items` in the epoch, where the ones before it have been left out.
     """
     activity, counts, num_used = world.transport.activity, world.sample_counts, iteration.first
@@ -45,6 +47,8 @@ def in_turn(
         counts.record_batch(num_rows([value]))
         cursor.give_out(iteration)
         yield value
+        if stops():
+            return
         activity.enter("loading data")
     activity.enter(IDLE)
     # Only known after the last item: an iterable need not have a length.
@@ -57,4 +61,6 @@ def in_turn(
         counts.record_batch(0)
         cursor.give_out(iteration)
         yield get(last[0])
+        if stops():
+            return
     cursor.end(iteration)

@@ -5,13 +5,14 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from tutti.data.cursor import Cursor
+from tutti.data.cursor import Cursor, Iteration
 from tutti.data.division import refuse_empty
 from tutti.data.in_turn import in_turn
 from tutti.data.rank_loader import draw_seed
 from tutti.data.saved_position import refusing_damage
 from tutti.data.sharded_data import ShardedData, refuse_servers
 from tutti.data.stream import Stream, best_places
+from tutti.errors import ConfigError
 from tutti.world import World
 
 
@@ -22,16 +23,25 @@ class ShardedIterable(ShardedData):
         if isinstance(items, Sized) and not isinstance(items, DataLoader):
             refuse_empty(len(items))
         super().__init__(world, Cursor(world, "local", _description(items)))
+        if world.elastic is not None and isinstance(items, Iterator):
+            raise ConfigError(
+                "shard: an iterator can be read once only, and after a change of the workers it would be read again. "
+                "Give the iterable that makes it, or a fixed number of workers."
+            )
         self._stream = Stream(items)
+        self._take_over()
 
     def __iter__(self) -> Iterator[Any]:
         refuse_servers(self._world)
+        self._between_batches()
+        return self._through_changes(self._cursor.start(), self._give_out)
+
+    def _give_out(self, iteration: Iteration) -> Iterator[Any]:
         cursor, stream, world = self._cursor, self._stream, self._world
-        iteration = cursor.start()
         seed = cursor.worker_seed(lambda: draw_seed(stream.generator)) if stream.is_loader else None
         first_unused = iteration.first * world.size + world.rank
         first, items = stream.read(iteration.epoch, first_unused, cursor.stages, seed)
-        return in_turn(items, world, cursor, iteration, lambda item: item, first)
+        return in_turn(items, world, cursor, iteration, lambda item: item, self._between_batches, first)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of all ranks in the data: the items whose steps were taken. Collective."""
@@ -43,6 +53,11 @@ class ShardedIterable(ShardedData):
 
         place = self._stream.place(cursor.position[0], cursor.is_settled)
         return cursor.state_dict(place, merge)
+
+    def export(self) -> dict[str, Any]:
+        """Return the position as a state that a new rank of this world can load. Not collective."""
+        place = self._stream.place(self._cursor.position[0], self._cursor.is_settled)
+        return {**super().export(), "places": [] if place is None else [list(place)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position that `state_dict` returned; every rank loads it."""

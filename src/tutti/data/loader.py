@@ -37,29 +37,44 @@ class ShardedLoader(ShardedData):
         super().__init__(world, Cursor(world, keep, _description(self._source, self._order, seed)))
         self._rank_loader = RankLoader(loader)
         self._num_steps = self._count_steps()
+        self._take_over()
 
     def __iter__(self) -> Iterator[Any]:
         refuse_servers(self._world)
         source, cursor = self._source, self._cursor
         self._world.sample_counts.record_shard(len(source.dataset), source.batch_size, source.drop_last, self._seed)  # type: ignore[arg-type]
+        self._between_batches()
         iteration = cursor.start()
-        batches = self._batches_of_rank(iteration.epoch)
-        worker_seed = cursor.worker_seed(lambda: draw_seed(source.generator))
-        return self._give_out(iteration, batches[iteration.first :], worker_seed)
+        # Drawn here, and not with the first batch: the order of an epoch may come from a generator of the user's.
+        loaded = self._load(iteration)
+        return self._through_changes(
+            iteration,
+            lambda current: self._give_out(current, *(loaded if current is iteration else self._load(current))),
+        )
 
-    def _give_out(self, iteration: Iteration, batches: list[Batch], worker_seed: int) -> Iterator[Any]:
-        """Yield the batches, and record the size of each when it is used."""
-        counts, cursor = self._world.sample_counts, self._cursor
-        # A rank that has no sample in a step loads some others, so that it can take part.
+    def _load(self, iteration: Iteration) -> tuple[list[Batch], Iterator[Any]]:
+        """Start to load this rank's batches of an epoch, from the first that is not used; return them with their items.
+
+        A rank that has no sample in a step loads some others, so that it can take part.
+        """
+        batches = self._batches_of_rank(iteration.epoch)[iteration.first :]
+        worker_seed = self._cursor.worker_seed(lambda: draw_seed(self._source.generator))
         placeholder = next(filter(None, batches), self._placeholder)
         loaded = self._rank_loader.load([batch or placeholder for batch in batches], worker_seed)
+        return batches, loading(loaded, self._world.transport.activity)
+
+    def _give_out(self, iteration: Iteration, batches: list[Batch], items: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches, and record the size of each when it is used."""
+        counts, cursor = self._world.sample_counts, self._cursor
         # Sizes are known from the indices, whatever the collate function makes of the samples.
-        for batch, item in zip(batches, loading(loaded, self._world.transport.activity), strict=True):
+        for batch, item in zip(batches, items, strict=True):
             # Just before the batch is used: the loader's prefetching must not count batches ahead of time.
             if batch or counts.in_training:
                 counts.record_batch(len(batch))
                 cursor.give_out(iteration)
                 yield item
+                if self._between_batches():
+                    return
             else:  # Nobody waits for this rank: it would only see samples a second time.
                 cursor.give_out(iteration)
         cursor.end(iteration)
@@ -89,6 +104,14 @@ class ShardedLoader(ShardedData):
                 set_generator(self._source.generator, state["loader_generator"])
             self._order.load(state)
         self._num_steps = self._count_steps()
+
+    def export(self) -> dict[str, Any]:
+        """Return the position and the order as a state that a new rank of this world can load. Not collective."""
+        state, order, generator = super().export(), self._order, self._source.generator
+        epoch = self._cursor.position[0]
+        own = {} if generator is None else {"loader_generator": generator.get_state()}
+        merged = order.merge({self._world.rank: order.own_state(epoch)}, state["positions"])
+        return order.complete({**state, **own, **merged}, self._world)
 
     @property
     def dataset(self) -> Any:

@@ -9,8 +9,9 @@ from torch.optim import Optimizer
 from tutti.collectives import LinkMeasurement, measure_links
 from tutti.errors import ConfigError
 from tutti.job.checkpoints import signals
-from tutti.job.checks import TrainingChecks
+from tutti.job.attach import watch_training
 from tutti.job.compatibility import support
+from tutti.job.elastic.joining import elastic_mistakes, join, survive_losses
 from tutti.job.handle import JOB_ATTRIBUTE, Job, restore_world
 from tutti.parallel import Mesh
 from tutti.parallel.branch import Branches
@@ -60,6 +61,10 @@ def distribute(
     world = world or initialised_world()
     # Mistakes are collected, not raised: every rank has to reach `check_alike`, which raises them on all ranks alike.
     strategy, mistakes = _chosen(strategy, world)
+    if world.elastic is not None:
+        mistakes += elastic_mistakes(strategy, mesh, world)
+        if world.elastic.is_new:
+            return join(model, optimizer, strategy, world, mistakes + _mistakes(model, optimizer, strategy, mesh, world))
     mistakes += _mistakes(model, optimizer, strategy, mesh, world)
     mistakes += strategy.mistakes(optimizer, world.size if mesh is None else mesh.data)
     if mesh is not None:
@@ -118,11 +123,7 @@ def _start(
         compute_clock.listen(model, optimizer)
         replica.compute_clock = compute_clock
     exchange = strategy.attach(replica, channel)
-    # A single worker has nobody to differ from, and meta tensors have no values to compare.
-    if trains.size > 1 and not any(p.is_meta for p in model.parameters()):
-        checks = TrainingChecks(replica, exchange, strategy, trains)
-        if any(isinstance(module, Branches) for module in model.modules()):
-            checks.allow(any_loss=True, same_batches=True)  # The ranks of a group of branches are one worker.
+    watch_training(replica, exchange, strategy, trains)
     job = Job(replica, exchange, strategy, trains, previous_world, model_on_mesh)
     # A second `distribute` finds it there, and refuses.
     setattr(model, JOB_ATTRIBUTE, job)
@@ -130,7 +131,9 @@ def _start(
     for module in model.modules():
         if isinstance(module, Branches):  # Its backward refuses to run undistributed: gradients would be partial.
             module.distributed = True
-    world.tolerate_loss(exchange.tolerates_loss)
+    world.tolerate_loss(exchange.tolerates_loss or world.elastic is not None)
+    if world.elastic is not None:
+        survive_losses(job)
     return job
 
 

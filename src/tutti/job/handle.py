@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.errors import ConfigError, NonFiniteLoss, RankLost
+from tutti.job.attach import attach_again
 from tutti.job.checkpoints.calls import Checkpoints, JobCheckpoints
 from tutti.job.checks import LossKind, expect
 from tutti.job.not_copied import NotCopied
@@ -51,12 +52,14 @@ class Job(CollectiveValues, JobCheckpoints, JobProgress, NotCopied):
         self._started_s = exchange.transport.now()
         self._finished = self._was_leader = False
         world.usage.exchanges.add(exchange)
+        self._expected: dict[str, Any] = {}
+        """What `expect` was given."""
         self._previous_world = previous_world
         """The world that `tutti.world()` returned before `distribute`; restored at the end."""
         # On a mesh the ranks of all rows save the model together.
         everyone = world if model_on_mesh is None else previous_world
         _ = world.calls, everyone.calls  # Opened by all ranks here, where they are together.
-        self._checkpoints = Checkpoints(self, everyone, replica, exchange, model_on_mesh)
+        self._checkpoints = Checkpoints(self, everyone, replica, model_on_mesh)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward keeps gradients to this rank; the next one outside exchanges their sum."""
@@ -79,6 +82,7 @@ class Job(CollectiveValues, JobCheckpoints, JobProgress, NotCopied):
             same_batches: True if ranks are given the same batches on purpose.
         """
         expect(self._replica, self._exchange, self.strategy, self.world, loss=loss, same_batches=same_batches)
+        self._expected = {"loss": loss, "same_batches": same_batches}
 
     def watch(self, loss: Tensor) -> None:
         """Stop every rank, in this step's backward, if `loss` is not finite on this one."""
@@ -128,7 +132,7 @@ class Job(CollectiveValues, JobCheckpoints, JobProgress, NotCopied):
         # A second one would take the consensus for this rank's own values, and restore those at its end.
         _refuse_in_consensus(self._replica, "a second job.consensus()")
         with self.world.waiting(self._exchange):
-            self._exchange.consensus(optimizer)
+            self.world.collective(lambda: self._exchange.consensus(optimizer))
         self._replica.in_consensus = True
         self._replica.activity.enter("evaluation")
         local: list[tuple[Tensor, Tensor]] = []
@@ -183,12 +187,13 @@ class Job(CollectiveValues, JobCheckpoints, JobProgress, NotCopied):
         For `Checkpoints`. Where a mesh splits the model, no rank has the whole of it here.
         """
         with self.world.waiting(self._exchange):
-            state = self._own_state(everywhere=False)
+            state = self.world.collective(lambda: self._own_state(everywhere=False))
         split = self._model_on_mesh
         if split is None or not split.mesh.is_split:
             with self.consensus(*copies) as model:
                 optimizer = self._replica.optimizer
-                yield SavedPart(model.state_dict(), optimizer.state_dict(), state) if self.is_leader else None
+                saves = self.is_leader and state is not None  # None: who was to save it was lost with what it had.
+                yield SavedPart(model.state_dict(), optimizer.state_dict(), state) if saves else None
         else:
             with self._agreement(*copies, optimizer=True):
                 saves = self._exchange.is_leader  # Of the ranks that hold the same part, the first that is left.
@@ -211,7 +216,7 @@ class Job(CollectiveValues, JobCheckpoints, JobProgress, NotCopied):
             self._finished = True
             try:
                 with self.world.waiting(self._exchange):
-                    self._finish_exchange()
+                    self.world.collective(self._finish_exchange)
                 if self._exchange.tolerates_loss:
                     self.world.confirm()  # Cut off, it would finish alone, and that model is not the job's.
                 try:
@@ -220,6 +225,8 @@ class Job(CollectiveValues, JobCheckpoints, JobProgress, NotCopied):
                     if self._model_on_mesh is not None:
                         self._model_on_mesh.close()
                 self.world.tolerate_loss(False)  # From here on a crash of this process is a failure again.
+                if self.world.elastic is not None:
+                    self.world.elastic.member.depart(finished=True)
             finally:
                 self._release()
 
@@ -227,6 +234,8 @@ class Job(CollectiveValues, JobCheckpoints, JobProgress, NotCopied):
         try:
             self._exchange.finish()
         except RankLost as error:
+            if self._replica.survives:
+                raise
             raise explained(error, self._replica) from None
         if self._replica.checks is not None:
             self._replica.checks.finished()
@@ -234,6 +243,8 @@ class Job(CollectiveValues, JobCheckpoints, JobProgress, NotCopied):
     def _release(self) -> None:
         """Detach the model and close the job's transport. Not collective: it also ends a job that failed."""
         self._finished = True
+        if self.world.elastic is not None:
+            self.world.elastic.regrouping = None
         self._checkpoints.abandon()
         self.world.usage.exchanges.discard(self._exchange)
         # In this order: background work stops, then gradients are copied out of shared memory, then it is unmapped.
@@ -249,6 +260,25 @@ class Job(CollectiveValues, JobCheckpoints, JobProgress, NotCopied):
             restore_world(self.world, self._previous_world)
         self.world.sample_counts.distributed.discard(self._model)
         delattr(self._model, JOB_ATTRIBUTE)
+
+    # Changes of the ranks, for `ElasticJob`
+
+    def _end_generation(self) -> None:
+        """Detach the model from ranks that may be lost. Not collective. Idempotent."""
+        self.world.usage.exchanges.discard(self._exchange)
+        self._exchange.close()
+        self._replica.detach()
+        if self._replica.checks is not None:
+            self._replica.checks.close()
+        self.world.transport.close()
+
+    def _begin_generation(self, state: dict[str, Any]) -> None:
+        """Attach the model to the present ranks of the world, and continue from the strategy's state. Collective."""
+        before = self._exchange
+        self._exchange = exchange = attach_again(self._replica, self.strategy, self.world, self._expected)
+        exchange.events = before.events
+        exchange.load_state_dict(state)
+        self.world.usage.exchanges.add(exchange)
 
     def __enter__(self) -> Self:
         return self

@@ -80,7 +80,7 @@ class CollectiveValues:
     def _call(self, name: str, value: Any, combine: Any) -> Any:
         # Ranks that still train must not wait for this one's part in a step while it waits here.
         with self.world.waiting():
-            answer = self.world.calls.call(name, value, combine, elastic=self._exchange.tolerates_loss)
+            answer = self.world.call(name, value, combine, elastic=self._exchange.tolerates_loss)
             self._confirm_losses()
         return answer
 

@@ -95,7 +95,7 @@ def wait_for_ranks(member: Member, scope: str, rank: int, size: int, timeout: ti
             f"missing: {', '.join(map(str, missing))}. Look whether they were started, and whether they reach "
             f"{member.place}; tutti.init(timeout=...) waits longer."
         )
-    _have_host_observed(member, found)
+    have_host_observed(member, found)
     return Membership(rank, [Peer(number, each) for number, each in enumerate(found)], member, scope, timeout)
 
 
@@ -103,7 +103,7 @@ _observers: dict[Member, HostObserver] = {}
 """What this process has started, as each member."""
 
 
-def _have_host_observed(member: Member, roster: list[MemberDescription]) -> None:
+def have_host_observed(member: Member, roster: list[MemberDescription]) -> None:
     """Start an observer of this host, if the coordinator is on another and this process is the first rank here."""
     here = member.description.host_id
     first = next(each for each in roster if each.host_id == here)

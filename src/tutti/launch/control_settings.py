@@ -29,6 +29,26 @@ SECRET = "TUTTI_SECRET"
 ENCRYPT = "TUTTI_ENCRYPT"
 """Variable that turns encryption between hosts off, by 0. Connections are authenticated all the same."""
 
+ELASTIC = "TUTTI_ELASTIC"
+"""Variable with the fewest and the most workers of a run whose workers may come and go, as MIN:MAX."""
+
+
+def find_worker_range(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """Return the fewest and the most workers; None where their number is fixed."""
+    text = environment.get(ELASTIC)
+    return None if text is None else parse_worker_range(text, ELASTIC)
+
+
+def parse_worker_range(text: str, name: str) -> tuple[int, int]:
+    """Return MIN and MAX of a text "MIN:MAX". Raises `ConfigError`."""
+    parts = text.split(":")
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"{name} must be a number of workers, or MIN:MAX, got '{text}'.")
+    minimum, maximum = map(int, parts)
+    if not 1 <= minimum <= maximum:
+        raise ConfigError(f"{name}: the minimum is 1 or more and not above the maximum, got '{text}'.")
+    return minimum, maximum
+
 
 def find_patience(environment: Mapping[str, str] = os.environ) -> timedelta:
     """Return how long a rank may be silent."""

@@ -30,20 +30,22 @@ from tutti.cluster import Duration, parse_duration
 from tutti.coordination.member import confirm
 from tutti.errors import ConfigError
 from tutti.launch import mpi
+from tutti.launch.connect import connect
 from tutti.launch.control_plane import member_of_run, wait_for_ranks
+from tutti.launch.control_settings import find_worker_range
 from tutti.launch.default_group import make_default_group
+from tutti.launch.elastic import join_elastic
 from tutti.launch.environment import read_environment
 from tutti.launch.host import host_name, listen_address
 from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.launch.undistributed import UndistributedCheck
 from tutti.simulation import guard
 from tutti.strategies import parse
-from tutti.transports import Membership, SingleRankTransport, SocketTransport, Transport
+from tutti.transports import SingleRankTransport, Transport
 from tutti.transports.base import DEFAULT_TIMEOUT, NO_LIMIT
-from tutti.transports.hosts import levelled
 from tutti.world import CheckpointSettings, World, current_world, set_world
 
-_world_numbers = count()
+world_numbers = count()
 """Numbers of the worlds that this process opens one after the other."""
 
 TRANSPORTS = ("auto", "sockets", "shared_memory", "mpi")
@@ -85,11 +87,14 @@ def _join(timeout: Duration | None, transport: str | None) -> World:
     environment = read_environment()
     if mpi.is_mpi(kind):
         mpi.check(environment, kind)
-    if environment.size == 1:
+    if environment.size == 1 and find_worker_range() is None:
         world = World(0, 1, environment.local_rank, host_name(), SingleRankTransport(limit))
+    elif (limits := find_worker_range()) is not None:
+        world = join_elastic(environment, limits, kind, limit)
+        _leave_at_exit(world)
     else:
         # All ranks open worlds in the same order, so the n-th world has the same name on all of them.
-        scope = f"world/{environment.attempt}/{next(_world_numbers)}"
+        scope = f"world/{environment.attempt}/{next(world_numbers)}"
         # 2. Who the others are.
         member = member_of_run(environment, limit)
         membership = wait_for_ranks(member, scope, environment.rank, environment.size, limit)
@@ -117,22 +122,6 @@ def _join(timeout: Duration | None, transport: str | None) -> World:
     if "TUTTI_STRATEGY" in os.environ:
         world = replace(world, strategy=parse(os.environ["TUTTI_STRATEGY"]))
     return set_world(world)
-
-
-def connect(membership: Membership, kind: str = "auto") -> Transport:
-    """Open a transport to all ranks in `membership`. Collective.
-
-    Args:
-        kind: one of `TRANSPORTS` other than "mpi".
-    """
-    transport = SocketTransport(membership)
-    if kind == "shared_memory":
-        from tutti.transports.shared_memory.transport import SharedMemoryTransport  # Costs a compiler's import.
-
-        return SharedMemoryTransport(transport)
-    if kind == "auto":
-        return levelled(transport)
-    return transport
 
 
 def _leave_at_exit(world: World) -> None:

@@ -18,6 +18,9 @@ on GPUs in threads of autograd's own, one per device. The states of a pass:
 After the first pass buckets are cut anew, in the order in which rank 0 saw gradients arrive (`_recut`): then buckets
 complete as early as they can. All ranks do so together, since the order is broadcast.
 
+A lost rank ends the exchanges of a pass with `RankLost`. Where training survives that (`Replica.survives`), the pass is
+void: it is not exchanged any more, and `finish` sets its gradients to zero. So is every pass until ranks are others.
+
 An exception in backward leaves the state *running*; the next forward pass sees that and refuses, because this rank has
 started exchanges that the others have completed with something else.
 
@@ -35,7 +38,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from tutti.collectives import broadcast_json
-from tutti.errors import ConfigError
+from tutti.errors import ConfigError, RankLost
 from tutti.replica.buckets import Bucket, Slot
 from tutti.replica.factors import FactoredLayer, Pair
 from tutti.replica.step_checks import unfrozen
@@ -108,9 +111,13 @@ class BackwardPass:
             with torch.no_grad():
                 return self.advance(slot)
         with self._lock:
-            if not self.running:
-                self.start(slot=slot)
-            self._hand_over(complete_only=True)
+            try:
+                if not self.running:
+                    self.start(slot=slot)
+                if self._replica.lost is None:
+                    self._hand_over(complete_only=True)
+            except RankLost as error:
+                self._replica.note_loss(error)
 
     def start(self, in_backward: bool = True, slot: Slot | None = None) -> None:
         """Begin a pass.
@@ -123,13 +130,15 @@ class BackwardPass:
         if replica.away:
             raise ConfigError("a backward pass inside job.away(), in which this rank takes no part: train outside it.")
         replica.activity.enter("backward")
-        if replica.checks is not None:
+        if replica.checks is not None and replica.lost is None:
             replica.checks.pass_started(slot)
         self.running = True
         self._check_still_frozen()
         if in_backward:
             # Autograd calls it after the last node of this backward, before `loss.backward()` returns.
             Variable._execution_engine.queue_callback(self.finish)
+        if replica.lost is not None:
+            return
         # Once per pass: what was counted so far is used up by this exchange.
         self._weight = replica.contribution.take()
         replica.listener.backward_started(self._weight)
@@ -171,6 +180,15 @@ class BackwardPass:
         if torch.is_grad_enabled():  # As in `advance`.
             with torch.no_grad():
                 return self.finish()
+        if self._replica.lost is None:
+            try:
+                self._finish()
+            except RankLost as error:
+                self._replica.note_loss(error)
+        if self._replica.lost is not None:
+            self._make_void()
+
+    def _finish(self) -> None:
         replica = self._replica
         factored_before = replica.exchanged_as_factors
         # Layers that backward did not reach, or reached less often than forward: other ranks wait for their factors.
@@ -193,6 +211,23 @@ class BackwardPass:
         if replica.checks is not None:
             replica.checks.pass_finished()
 
+    def _make_void(self) -> None:
+        """End a pass that a loss has interrupted. Its gradients become zero: what is in buckets is no gradient."""
+        replica = self._replica
+        if replica.on_void is not None:
+            replica.on_void()
+        for slot in replica.slots:
+            if slot.tensor.grad is not None:
+                slot.tensor.grad = torch.zeros_like(slot.tensor)
+        for bucket in replica.buckets:
+            bucket.expect()
+        for layer in replica.factored:
+            layer.slot.arrived = False
+            layer.expect()
+        self._kept.clear()
+        self._next_bucket = 0
+        self.running, self.exchanged = False, True
+
     @torch.no_grad()
     def factors_caught(self, layer: FactoredLayer, pair: Pair) -> None:
         """Take a pair of factors of a layer's gradient. Called in backward, in place of the gradient's hook."""
@@ -207,14 +242,19 @@ class BackwardPass:
         if replica.on_caught is not None:
             replica.on_caught(layer.slot.name)
         with self._lock:
-            if not replica.syncing:
-                replica.contribution.backward()
-            elif not self.running:
-                self.start()
-            # After `start`: its exchange must have the weight of this pass before factors are handed over.
-            layer.catch(pair, stays=not replica.syncing)
-            if replica.syncing and layer.complete:
-                replica.listener.factors_ready(layer)
+            try:
+                if not replica.syncing:
+                    replica.contribution.backward()
+                elif not self.running:
+                    self.start()
+                if replica.lost is not None:
+                    return
+                # After `start`: its exchange must have the weight of this pass before factors are handed over.
+                layer.catch(pair, stays=not replica.syncing)
+                if replica.syncing and layer.complete:
+                    replica.listener.factors_ready(layer)
+            except RankLost as error:
+                replica.note_loss(error)
 
     def _factors_caught_with_gradient(self, layer: FactoredLayer, pair: Pair) -> None:
         """Keep the factors and make the gradient as well, which then arrives as autograd would have it."""

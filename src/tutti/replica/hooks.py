@@ -123,6 +123,19 @@ class HookedReplica(Replica):
         weight = self.contribution.take()
         return 0.0 if self.step_is_void and not isnan(weight) else weight
 
+    def note_loss(self, error: RankLost) -> None:
+        """Note the loss of a rank where training survives it; raise it elsewhere, or the mistake that explains it."""
+        if not self.survives:
+            raise explained(error, self) from None
+        self.lost = self.lost or error
+
+    def renew(self) -> None:
+        """Get ready to be attached to another exchange, after `detach`."""
+        self._backward = BackwardPass(self)
+        self.lost = None
+        for slot in self.slots:
+            slot.touched = slot.arrived = slot.fresh = False
+
     def detach(self) -> None:
         """Remove all hooks, and give parameters gradients of their own. Idempotent."""
         for handle in self._handles:
@@ -230,6 +243,9 @@ class HookedReplica(Replica):
             where = "job.consensus(), whose model is not this rank's own" if self.in_consensus else "job.away()"
             raise ConfigError(f"a step of the optimiser inside {where}: train outside it.")
         self.activity.enter("optimizer")
+        if self.lost is not None:
+            self._make_step_void()
+            return
         self.step_is_void = self.loss_scaling is not None and self.loss_scaling.unscale()
         if self._step_checks is not None:
             self._step_checks.check(gradients=self._scope == "gradients")
@@ -239,7 +255,10 @@ class HookedReplica(Replica):
                     "optimizer.step() inside job.no_sync(), where gradients stay on this rank: ranks would take "
                     "different steps. End the context before the last backward pass of a step."
                 )
-            self.exchange_gathered()
+            try:
+                self.exchange_gathered()
+            except RankLost as error:
+                self.note_loss(error)
         if self.owed and self._scope != "gradients" and not self.step_is_void:
             self.add_owed()
         # After the exchange, and not of a step that a GradScaler skips.
@@ -248,9 +267,17 @@ class HookedReplica(Replica):
         try:
             self.listener.before_step()
         except RankLost as error:
-            raise explained(error, self) from None
-        if self.step_is_void:
+            self.note_loss(error)
+        if self.lost is not None:
+            self._make_step_void()
+        elif self.step_is_void:
             self.hide_gradients()
+
+    def _make_step_void(self) -> None:
+        """Let the optimiser's step change nothing, because of a loss."""
+        if self.on_void is not None:
+            self.on_void()
+        self.hide_gradients()
 
     def _has_unexchanged_gradients(self) -> bool:
         """Whether this step would use gradients that no backward pass has exchanged.
@@ -266,6 +293,9 @@ class HookedReplica(Replica):
 
     def _after_step(self, *_: Any) -> None:
         self._backward.exchanged = False
+        if self.lost is not None:  # The optimiser found no gradient. The samples of this step come again.
+            self.show_gradients()
+            return
         self.steps += 1
         if self.step_is_void:
             self.show_gradients()
@@ -273,7 +303,7 @@ class HookedReplica(Replica):
         try:
             self.listener.after_step()
         except RankLost as error:
-            raise explained(error, self) from None
+            self.note_loss(error)
         self.activity.stepped()
         self.activity.enter(IDLE)
 

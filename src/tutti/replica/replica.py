@@ -1,7 +1,7 @@
 """`Replica`: the user's model and optimiser as strategies see them, and the events that a strategy listens to."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Protocol
 
 from torch import Tensor, nn, zeros_like
@@ -115,6 +115,12 @@ class Replica(ABC):
         """Handles a `GradScaler`, where `p.grad` is this rank's own gradient. A strategy that needs it sets it."""
         self.step_is_void = False
         """Whether the present step of the optimiser must change nothing, because a `GradScaler` has found an inf."""
+        self.survives = False
+        """Whether training goes on with other ranks when some are lost (`tutti.job.elastic`)."""
+        self.lost: RankLost | None = None
+        """The loss that has ended exchanges, where training survives it: steps are void until ranks are others."""
+        self.on_void: Callable[[], None] | None = None
+        """Called when a step becomes void because of a loss."""
         self.owed: dict[str, Tensor] = {}
         """Gradients by parameter that this rank adds to its next ones: a codec of the run before had not sent them."""
         self.marks: GradientMarks | None = None

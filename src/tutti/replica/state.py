@@ -26,7 +26,7 @@ def check_alike(
     """
     groups = [len(group["params"]) for group in optimizer.param_groups]
     choices = {"strategy": strategy, "optimiser": f"{type(optimizer).__name__} with groups of {groups} parameters"}
-    local = {"mistakes": mistakes, "layout": _layout(model), "choices": choices}
+    local = {"mistakes": mistakes, "layout": layout(model), "choices": choices}
     # Equal on all ranks, so all ranks take the same branch: either none or all of them gather below.
     if _alike(local, transport) and not mistakes:
         return
@@ -125,7 +125,7 @@ def share_buffers(model: nn.Module, transport: Transport) -> None:
         broadcast_all(list(model.buffers()), transport)
 
 
-def _layout(model: nn.Module) -> list[list[Any]]:
+def layout(model: nn.Module) -> list[list[Any]]:
     """Return name, shape, dtype, device and kind of every parameter and buffer, as JSON types."""
     tensors: list[tuple[str, Tensor, str]]
     tensors = [(name, p, "trained" if p.requires_grad else "frozen") for name, p in model.named_parameters()]

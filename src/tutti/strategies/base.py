@@ -46,6 +46,9 @@ class Exchange(Resumable):
         self.replica = replica
         self.transport = transport
         self.events = EventLog()
+        self.on_exchange: Callable[[], Callable[[], None]] | None = None
+        """Called when an exchange of local steps starts; what it returns is called when these steps of all ranks have
+        come into what all agree on. Not called where every step does so (`equal_after_steps`)."""
 
     def backward_started(self, weight: float) -> None:
         """The first gradient of a backward pass is there; the pass counts for `weight` samples."""

@@ -94,7 +94,8 @@ class CodecMemory:
 
     def state_dict(self, codec: Codec, share: float) -> dict[str, Any]:
         """Return what is saved, as the module's text describes it."""
-        ranks = PerRank({"elements": self.elements, "common": self.common})
+        # A rank that joins owes nothing yet.
+        ranks = PerRank({"elements": self.elements, "common": self.common}, new={"elements": {}, "common": self.common})
         return {"codec": print_codec(codec), "share": share, "factors": self.factors, "ranks": ranks}
 
     @classmethod

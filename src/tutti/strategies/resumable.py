@@ -28,6 +28,13 @@ class Resumable:
         """
         return {}
 
+    def state_after_loss(self) -> dict[str, Any]:
+        """Return the same after a rank was lost, as far as this rank has it. Not collective.
+
+        The default is right where `state_dict` asks no other rank.
+        """
+        return self.state_dict()
+
     def load_state_dict(self, state: dict[str, Any]) -> set[str]:
         """Resume from the parts of `state` that this strategy has, and return the names of the others. Collective.
 

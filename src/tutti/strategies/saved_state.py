@@ -26,6 +26,8 @@ class PerRank:
 
     value: Any
     """This rank's: a nest of containers, numbers and tensors."""
+    new: Any = None
+    """What a rank begins with that joins the others; None if it is the same as this rank's."""
 
 
 def gather_ranks(state: dict[str, Any], calls: CollectiveCalls, elastic: bool, everywhere: bool) -> dict[str, Any]:
@@ -55,11 +57,44 @@ def gather_ranks(state: dict[str, Any], calls: CollectiveCalls, elastic: bool, e
     return gathered[0] if gathered else answer or _replace(state, lambda _: [])
 
 
+_EACH_RANK = "of each rank"
+"""Key that marks a `PerRank` in a state that is sent."""
+
+
+def of_this_rank(state: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """Return a state with the lists of `size` ranks, of which only this rank's value is known here.
+
+    For ranks that go on together, each from its own state. Of the others nothing is needed, so they owe nothing here.
+    """
+    return _replace(state, lambda value: _alone(value, rank, size))
+
+
+def for_new_ranks(state: dict[str, Any]) -> dict[str, Any]:
+    """Return what a rank begins with that joins the others, as values that can be sent."""
+    return _replace_parts(state, lambda part: {_EACH_RANK: part.value if part.new is None else part.new})
+
+
+def from_sent(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state that `for_new_ranks` returned on another rank, as the state of this one."""
+    if state.keys() == {_EACH_RANK}:
+        return PerRank(state[_EACH_RANK])  # type: ignore[return-value]
+    return {key: from_sent(value) if isinstance(value, dict) else value for key, value in state.items()}
+
+
+def _alone(value: Any, rank: int, size: int) -> list[Any]:
+    without = {key: {} if isinstance(each, dict) else each for key, each in value.items()}
+    return [value if other == rank else without for other in range(size)]
+
+
+def _replace_parts(tree: Any, replacement: Callable[[PerRank], Any]) -> Any:
+    if isinstance(tree, PerRank):
+        return replacement(tree)
+    return {key: _replace_parts(each, replacement) for key, each in tree.items()} if isinstance(tree, dict) else tree
+
+
 def _replace(tree: Any, replacement: Callable[[Any], Any]) -> Any:
     """Return a copy of nested dicts in which each `PerRank` is what `replacement` returns for its value."""
-    if isinstance(tree, PerRank):
-        return replacement(tree.value)
-    return {key: _replace(value, replacement) for key, value in tree.items()} if isinstance(tree, dict) else tree
+    return _replace_parts(tree, lambda part: replacement(part.value))
 
 
 def optimizer_states(optimizer: Optimizer, slots: Iterable[Slot]) -> dict[str, dict[str, Any]]:

@@ -20,7 +20,8 @@ from tutti.collectives.calls import Combine
 from tutti.coordination.activity import IDLE
 from tutti.errors import CheckpointError, ConfigError
 from tutti.job.checkpoints import signals
-from tutti.job.checkpoints.parts import load_parts, named_parts
+from tutti.data.sharded_data import ShardedData
+from tutti.job.checkpoints.parts import load_part, load_parts, named_parts
 from tutti.job.checkpoints.random_state import random_state, set_random_state
 from tutti.job.checkpoints.restored import Restored, load_model, receive
 from tutti.job.checkpoints.schedule import CheckpointSchedule
@@ -108,11 +109,11 @@ class Checkpoints:
     """
 
     def __init__(
-        self, job: "Job", world: World, replica: HookedReplica, exchange: Exchange, model_on_mesh: ModelOnMesh | None
+        self, job: "Job", world: World, replica: HookedReplica, model_on_mesh: ModelOnMesh | None
     ) -> None:
         """`world` is that of all ranks that save together: on a mesh, more than `job.world`."""
         self._job = ref(job)  # Weak: the job holds this.
-        self._world, self._replica, self._exchange, self._model_on_mesh = world, replica, exchange, model_on_mesh
+        self._world, self._replica, self._model_on_mesh = world, replica, model_on_mesh
         transport = None if model_on_mesh is None else model_on_mesh.parts_transport
         self._part_ranks = None if transport is None else PartRanks(transport)
         """The ranks that write together, if a mesh splits the model."""
@@ -126,10 +127,50 @@ class Checkpoints:
         self._restored_from: Path | None = None
         """The folder of that checkpoint."""
         self._watches = False
+        self._parts: dict[str, Any] = {}
+        """What the loop has given to be saved or restored, by name."""
+        self._inherited: dict[str, Any] = {}
+        """States of such parts on a rank that has joined others, until the loop gives the parts."""
+        self._last: tuple[Path, Request] | None = None
+        """Where, and how, checkpoints are written."""
+
+    # Changes of the ranks, for `ElasticJob`
+
+    def local_states(self) -> dict[str, Any]:
+        """Return the states of parts that every rank has by itself, such as schedulers."""
+        return {
+            name: part.state_dict() for name, part in self._parts.items() if not isinstance(part, ShardedData)
+        }
+
+    def inherit(self, states: dict[str, Any]) -> None:
+        """Load such states of another rank: now, or when the loop gives the parts."""
+        self._inherited = dict(states)
+        self._give(self._parts)
+
+    def load_local_states(self, states: dict[str, Any]) -> None:
+        """Load what `local_states` returned."""
+        for name in states.keys() & self._parts.keys():
+            load_part(self._parts[name], name, states[name])
+
+    def _give(self, named: dict[str, Any]) -> None:
+        """Note parts, and load the states that this rank has inherited for them."""
+        self._parts |= named
+        for name in self._inherited.keys() & named.keys():
+            load_part(named[name], name, self._inherited.pop(name))
+
+    def save_last(self) -> Path | None:
+        """Save the state before the run ends; return where, or None if no checkpoints are written. Collective."""
+        if self._last is None:
+            return None
+        run, request = self._last
+        self._take(run, self._parts, request)
+        return run
 
     def checkpoint(self, run: Path, parts: tuple[Any, ...], every: Every | None, request: Request) -> bool:
         """As `JobCheckpoints.checkpoint`."""
         named = named_parts(parts)
+        self._give(named)
+        self._last = (run, request)
         self._watch()
         if every is None:
             return self._take(run, named, request)
@@ -153,6 +194,9 @@ class Checkpoints:
             )
         job = self._job()
         assert job is not None
+        self._give(named_parts(parts))
+        if self._world.elastic is not None and self._world.elastic.has_joined:
+            return None  # It has the state of the others.
         with self._world.waiting():
             received = receive(self._world.transport, run)
         if job.is_leader:  # A mistyped folder would otherwise begin a new run without a word.
@@ -174,6 +218,12 @@ class Checkpoints:
         if self._world.rank < len(random) and random[self._world.rank] is not None:
             set_random_state(random[self._world.rank])
         return Restored.of(folder, snapshot)
+
+    @property
+    def _exchange(self) -> Exchange:
+        job = self._job()
+        assert job is not None
+        return job._exchange
 
     @property
     def _is_synchronous(self) -> bool:
@@ -295,7 +345,7 @@ class Checkpoints:
     def _call(self, name: str, value: Any, combine: Combine) -> Any:
         """Make a collective call while ranks that still train do not wait for this one."""
         with self._world.waiting():
-            return self._world.calls.call(name, value, combine, elastic=self._exchange.tolerates_loss)
+            return self._world.call(name, value, combine, elastic=self._exchange.tolerates_loss)
 
     def _watch(self) -> None:
         """Take signals for requests to stop, from the first call on. Not in a simulation, whose ranks are threads."""

@@ -42,7 +42,7 @@ def load_parts(named: Mapping[str, Any], states: Mapping[str, Any], is_leader: b
     """Load the states of parts, each under its name. Collective if a part's loading is."""
     for name, part in named.items():  # In the order of the call, which is the same on all ranks.
         if name in states:
-            _load(part, name, states[name])
+            load_part(part, name, states[name])
     if not is_leader:
         return
     for name in sorted(named.keys() - states.keys()):
@@ -51,7 +51,8 @@ def load_parts(named: Mapping[str, Any], states: Mapping[str, Any], is_leader: b
         _log.warning("job.restore: the checkpoint has the state of a %s, which was not given: it is left out.", name)
 
 
-def _load(part: Any, name: str, state: Any) -> None:
+def load_part(part: Any, name: str, state: Any) -> None:
+    """Load the state of one part. Raises `ConfigError` if it does not fit."""
     try:
         if isinstance(part, nn.Module):
             load_model_state(part, state)

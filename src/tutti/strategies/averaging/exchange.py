@@ -24,7 +24,7 @@ So nobody waits for a rank that waits for somebody else. A rank that is lost end
 transport (`RankLost`), and one that computes for long sends keep-alives.
 """
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,6 +86,9 @@ class BlockExchange(SavedBlock, Exchange):
         self._local_buffers: list[Tensor] = []
         # Of the block in progress: steps, and samples trained; and the number of blocks that have ended.
         self._num_steps, self._weight, self._num_blocks = 0, 0.0, 0
+        # Of the exchange that was started last: steps, samples, and what to call when it has ended a block.
+        self._sent_steps, self._sent_weight = 0, 0.0
+        self._agreed: Callable[[], None] | None = None
         self._trained_s, self._since_s = 0.0, transport.now()
         self._exchange_s, self._sent_before = 0.0, self.bytes_sent
         replica.listen(self, to="samples")
@@ -149,6 +152,8 @@ class BlockExchange(SavedBlock, Exchange):
         # For `every="auto"`: all ranks get all times, and so compute the same length of the next block.
         step_s = self._trained_s / self._num_steps if self._num_steps else 0.0
         local_status = RankStatus(intent, self._weight, step_s, self._exchange_s, digest)
+        self._sent_weight, self._sent_steps = self._weight, self._num_steps
+        self._agreed = None if self.on_exchange is None else self.on_exchange()
         self._status, status_known = self._status_exchange.start(local_status)
         self._pending = self._start(self._exchange(self._status, status_known))
 
@@ -190,10 +195,21 @@ class BlockExchange(SavedBlock, Exchange):
             # By times that all ranks have received, so that blocks stay equally long on all of them.
             self._schedule.update(status)
             self._num_blocks += 1
+            if self._agreed is not None:
+                self._agreed()
         # All ranks are in collective calls, but in different ones: none of these could ever complete.
         elif len(set(intents)) > 1:
             raise different_calls_error(intents, self._channel)
         return min(intents)
+
+    def _abandon_exchange(self) -> None:
+        """Go on without the pending exchange, which a lost rank has ended: its changes are still this rank's own."""
+        if self._pending is None:
+            return
+        self._pending = None
+        # With overlap, this block has begun after that exchange was started. It goes on from the start of the one before.
+        self._weight += float(self._sent_weight)
+        self._num_steps += self._sent_steps
 
     def _update_optimizer_state(self) -> None:
         """Average or reset this rank's optimiser state at the end of a block, if the strategy says so."""

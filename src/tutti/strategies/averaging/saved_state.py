@@ -46,10 +46,21 @@ class SavedBlock(Resumable):
     def _begin_block(self) -> None:
         raise NotImplementedError
 
+    def _abandon_exchange(self) -> None:
+        raise NotImplementedError
+
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return the block's start, and each rank's parameters and optimiser, so that a block continues exactly."""
         self._synchronise(Intent.SAVE)
+        return self._own_state()
+
+    def state_after_loss(self) -> dict[str, Any]:
+        self._abandon_exchange()
+        return self._own_state()
+
+    @torch.no_grad()
+    def _own_state(self) -> dict[str, Any]:
         start: dict[str, Tensor] = {}
         velocity: dict[str, Tensor] = {}
         local_parameters: dict[str, Tensor] = {}
@@ -64,18 +75,18 @@ class SavedBlock(Resumable):
             local_parameters.update(zip(names, local, strict=True))
         buffers = own_buffers(self.replica, self._local_buffers or None)
         optimizer = optimizer_states(self.replica.optimizer, self.replica.slots)
+        own = {
+            "own": local_parameters,
+            "buffers": buffers,
+            "weight": self._weight,
+            "steps": self._num_steps,
+            "optimizer": optimizer,
+        }
         block = {
             "start": start,
             "velocity": velocity,
-            "ranks": PerRank(
-                {
-                    "own": local_parameters,
-                    "buffers": buffers,
-                    "weight": self._weight,
-                    "steps": self._num_steps,
-                    "optimizer": optimizer,
-                }
-            ),
+            # A rank that joins begins where the block did, and has trained on nothing in it.
+            "ranks": PerRank(own, new={**own, "own": start, "weight": 0.0}),
             "every": str(self._strategy.every),
             "steps": self._schedule.num_steps,
             "num_blocks": self._num_blocks,

@@ -1,0 +1,97 @@
+"""A new worker comes to a job that has begun: it shows that it has the same model, and takes over the others' state."""
+
+import hashlib
+import json
+from math import inf
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from tutti.errors import ConfigError, ReplicaMismatch
+from tutti.job.elastic.regrouping import ElasticJob
+from tutti.job.handle import JOB_ATTRIBUTE, Job
+from tutti.parallel import Mesh
+from tutti.replica import HookedReplica
+from tutti.replica.state import layout
+from tutti.strategies import Exchange, Strategy
+from tutti.world import World
+
+
+def elastic_mistakes(strategy: Strategy, mesh: Mesh | None, world: World) -> list[str]:
+    """Return why a job cannot go on with other workers than it began with; nothing if it can."""
+    mistakes = []
+    fixed = "Give a fixed number of workers, and checkpoints to continue from (job.checkpoint)."
+    if mesh is not None and mesh.is_split:
+        mistakes.append(f"a mesh that splits the model needs all of its workers. {fixed}")
+    if strategy.num_dedicated_servers:
+        mistakes.append(f"'{strategy}' has dedicated servers, whose loss cannot be survived. {fixed}")
+    assert world.elastic is not None
+    if world.elastic.regrouping is not None:
+        mistakes.append(f"one model can be distributed in a run whose workers come and go. {fixed}")
+    return mistakes
+
+
+def survive_losses(job: Job) -> ElasticJob:
+    """Let a job go on when ranks are lost or come."""
+    world, replica = job.world, job._replica
+    elastic = world.elastic
+    assert elastic is not None
+    made = ElasticJob(job, world, elastic)
+    elastic.regrouping = made
+    replica.survives, replica.on_void = True, made.step_is_void
+    job._exchange.on_exchange = made.on_exchange
+    # Who comes later compares it with its own. All ranks propose the same.
+    elastic.member.member.propose(_signature_key(world), json.dumps(_signature(job.model, replica.optimizer, job.strategy)))
+    return made
+
+
+def join(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: World, mistakes: list[str]) -> Job:
+    """Attach a model on a rank that comes to a job which has begun. Collective with the change of all its ranks."""
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    elastic = world.elastic
+    assert elastic is not None
+    # Ended by the first rank that has distributed its model, or by the end of the job.
+    found = elastic.member.member.values([_signature_key(world)], inf, elastic.member.check)
+    assert found is not None
+    _compare(json.loads(found[0]), _signature(model, optimizer, strategy), world)
+    replica = HookedReplica(model, optimizer, world.sample_counts)
+    world.usage.num_jobs += 1
+    # Of a rank alone, until it is among the others.
+    job = Job(replica, Exchange(replica, world.transport), strategy, world, world)
+    setattr(model, JOB_ATTRIBUTE, job)
+    world.sample_counts.distributed.add(model)
+    made = survive_losses(job)
+    generation = elastic.member.enter({})
+    assert generation is not None
+    made.arrive(generation)
+    world.tolerate_loss(True)
+    return job
+
+
+def _signature_key(world: World) -> str:
+    assert world.elastic is not None
+    return f"{world.elastic.member.name}/job"
+
+
+def _signature(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> dict[str, Any]:
+    """Return what must be the same on all workers of a job."""
+    found = layout(model)
+    digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()[:12]
+    groups = [len(group["params"]) for group in optimizer.param_groups]
+    return {
+        "strategy": str(strategy),
+        "model": f"{type(model).__name__} with {len(found)} tensors ({digest})",
+        "optimiser": f"{type(optimizer).__name__} with groups of {groups} parameters",
+    }
+
+
+def _compare(theirs: dict[str, Any], ours: dict[str, Any], world: World) -> None:
+    """Raise `ReplicaMismatch` if this worker has something else than those that it comes to."""
+    for what, value in ours.items():
+        if theirs[what] != value:
+            raise ReplicaMismatch(
+                f"rank {world.transport.world_rank}: this worker cannot join the job, whose {what} is {theirs[what]}, "
+                f"and its own is {value}. Start it with the same script and options."
+            )

@@ -1,0 +1,340 @@
+"""`ElasticJob`: how a job goes on with other ranks, after some were lost and when new ones come.
+
+How it works
+------------
+Ranks change at two kinds of places, where no batch and no call is under way on this rank: between two batches
+(`boundary`, called by what `tutti.shard` returned), and around collective calls (`call`, `collective`).
+
+*A loss.* Wherever this rank waits for a lost one, `RankLost` ends the wait. In a step the replica notes it
+(`Replica.lost`): the step becomes void, its gradients are dropped, and the optimiser does nothing. At the next place
+this rank regroups. Ranks that do not wait for anybody see the loss there, too. Strategies that go on without a lost
+rank, and changes without a loss, end the generation after the same step on all ranks (`ElasticMember.stops_here`).
+
+*Regrouping.* 1. What the strategy has on this rank is saved in memory (`state_after_loss`, or `state_dict` where all
+ranks are there), and the exchange and the transport are closed, which ends the waits of others for this rank. 2. The
+rank enters the next generation, which waits for all that are alive. 3. The new transport is opened. 4. Ranks that miss
+something take over the state of one that does not (`transfer`). 5. The positions in the data are those that are
+committed, and every rank gets its share of the rest. 6. The strategy is attached anew, and continues from its state. A
+loss in steps 3 to 6 starts again at 2: nothing was lost by then, because states are changed only by what is complete.
+
+*Who misses something.* Ranks count what they complete together (`_progress`): steps of all ranks, ends of blocks,
+collective calls. A rank can be behind others if a loss ended its wait and not theirs. Nobody can be ahead of a rank by
+more than what it has contributed to, so the state of the one that is furthest has everything. A rank that was behind in
+a collective call does not repeat it: it takes the answer that the others got.
+
+The samples of a void step are not committed, so they come again. What a lost rank had done alone since the last
+agreement (a block of local steps) is lost with it, and its samples come again, too.
+"""
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+
+from tutti.collectives.calls import Combine
+from tutti.coordination.elastic_member import Generation
+from tutti.data.sharded_data import ShardedData
+from tutti.errors import ConfigError, RankLost, TooFewWorkers
+from tutti.job.elastic.transfer import share_state
+from tutti.replica.state import load_model_state, load_optimizer_state
+from tutti.strategies.saved_state import for_new_ranks, from_sent, of_this_rank
+from tutti.world import Elasticity, World
+
+if TYPE_CHECKING:
+    from tutti.job.handle import Job
+
+_log = logging.getLogger("tutti")
+
+
+class ElasticJob:
+    """The part of a job that changes its ranks."""
+
+    def __init__(self, job: "Job", world: World, elastic: Elasticity) -> None:
+        self._job = ref(job)  # Weak: the world holds this, and outlives the job.
+        self._world, self._elastic = world, elastic
+        self._num_calls = self._num_agreements = 0
+        self._answer: Any = None
+        """Of the last collective call."""
+        self._state_of_strategy: dict[str, Any] | None = None
+        """While ranks change: the state from which the strategy continues."""
+        self._kept_parts: dict[str, Any] | None = None
+        """States of schedulers and the like when a step became void."""
+        self._arriving = False
+        """Whether this rank has joined others, and has not come to its first batch."""
+        self.on_change: list[Callable[[World], None]] = []
+        self.num_voided = 0
+        self.seconds_lost = 0.0
+
+    # Places where ranks may change
+
+    def boundary(self) -> None:
+        """This rank is between two batches: change the ranks, if it is time."""
+        job = self._the_job
+        replica, counts = job._replica, self._world.sample_counts
+        self._arriving = False
+        if replica.in_consensus or replica.away:
+            return
+        if replica.lost is None:
+            counts.commit_void_steps()
+            if counts.num_committed < counts.num_batches:
+                return  # Gradients of several batches accumulate, or one was drawn and not trained on.
+            lost = self._elastic.member.lost() and not job._exchange.tolerates_loss
+            if not lost and not self._elastic.member.stops_here():
+                return
+            if lost:
+                replica.lost = RankLost(f"rank {self._world.transport.world_rank}: a rank is lost.")
+        self._regroup()
+
+    def call(self, name: str, value: Any, combine: Combine, *, elastic: bool) -> Any:
+        """Make a collective call among the ranks that are there, also if some are lost meanwhile."""
+        if self._arriving:
+            if isinstance(value, ConfigError):
+                raise value
+            return combine({self._world.rank: value})
+
+        def answer() -> Any:
+            self._answer = self._world.calls.call(name, value, combine, elastic=elastic)
+            return self._answer
+
+        return self._complete(answer, lambda: self._answer)
+
+    def collective(self, work: Callable[[], Any]) -> Any:
+        """Do what all ranks do together, again if some are lost meanwhile; None where others had done it."""
+        return None if self._arriving else self._complete(work, lambda: None)
+
+    def _complete(self, work: Callable[[], Any], done_by_others: Callable[[], Any]) -> Any:
+        """Do something until it is complete on this rank, or was on others before a loss."""
+        number = self._num_calls
+        while True:
+            if self._the_job._replica.lost is not None:
+                self._regroup()
+            if self._num_calls > number:
+                return done_by_others()
+            try:
+                result = work()
+            except RankLost as error:
+                self._the_job._replica.note_loss(error)
+            else:
+                self._num_calls += 1
+                return result
+
+    @property
+    def _the_job(self) -> "Job":
+        job = self._job()
+        assert job is not None
+        return job
+
+    # Regrouping
+
+    @property
+    def _progress(self) -> int:
+        """What this rank has completed together with the others."""
+        job = self._the_job
+        steps = job._replica.steps if job._exchange.equal_after_steps else self._num_agreements
+        return steps + self._num_calls
+
+    def on_exchange(self) -> Callable[[], None]:
+        """An exchange of local steps starts; return what to call when it has brought them together."""
+        positions = [(data, data.position) for data in self._elastic.data]
+
+        def agreed() -> None:
+            self._num_agreements += 1
+            for data, position in positions:
+                data.agreed_position = position
+
+        return agreed
+
+    def _regroup(self) -> None:
+        """Go on with the ranks that are there now."""
+        job, started_s = self._the_job, time.monotonic()
+        job._replica.activity.enter("membership")
+        self._state_of_strategy = self._leave_exchange()
+        while True:
+            info = self._info()
+            job._end_generation()
+            self._elastic.connections.disconnect()
+            old, new = self._elastic.member.generation, self._elastic.member.enter(info)
+            assert old is not None
+            assert new is not None
+            try:
+                self._go_on(old, new)
+                break
+            except RankLost as error:  # Another one. What is complete on this rank stays so.
+                _log.info("rank %d: a loss while ranks change: %s", self._world.transport.world_rank, error)
+        if self._kept_parts is not None:
+            self._kept_parts, self.num_voided = None, self.num_voided + 1
+        self.seconds_lost += time.monotonic() - started_s
+        for call in self.on_change:
+            call(self._world)
+        if new.too_few:
+            self._stop(new)
+
+    def _leave_exchange(self) -> dict[str, Any]:
+        """Return the strategy's state on this rank, which then takes no more part in exchanges."""
+        job = self._the_job
+        if job._replica.lost is None:
+            try:
+                state = job._exchange.state_dict()
+                if job._exchange.tolerates_loss:  # What servers hold, for example.
+                    job._exchange.consensus(optimizer=True)
+                return state
+            except RankLost as error:  # While all wanted to end together, one was lost.
+                job._replica.lost = error
+        elif self._kept_parts is not None:  # The step was void, for schedulers as well.
+            job._checkpoints.load_local_states(self._kept_parts)
+        return job._exchange.state_after_loss()
+
+    def step_is_void(self) -> None:
+        """A step will not count: remember the states of schedulers, which the loop moves on all the same."""
+        if self._kept_parts is None:
+            self._kept_parts = deepcopy(self._the_job._checkpoints.local_states())
+
+    def _info(self) -> dict[str, Any]:
+        """Return what all others learn of this rank when it enters a generation."""
+        equal = self._the_job._exchange.equal_after_steps
+        return {
+            "progress": self._progress,
+            "digest": _digest(self._state_of_strategy),
+            "positions": [list(data.position) for data in self._data],
+            "agreed": [list(data.position if equal else data.agreed_position) for data in self._data],
+        }
+
+    @property
+    def _data(self) -> list[ShardedData]:
+        """What is divided between ranks, in an order that is the same on all of them."""
+        return sorted(self._elastic.data, key=lambda data: data.number)
+
+    def _go_on(self, old: Generation, new: Generation) -> None:
+        """Continue in a new generation, on a rank that was in the one before. Collective."""
+        world, first = self._world, new.members[_source(new)].info
+        world.rank, world.size = self._elastic.member.rank, len(new.members)
+        # Before anything that may fail: all ranks that come here do the same with the same numbers.
+        for number, data in enumerate(self._data):
+            data.regroup(_positions(old, new, first, number))
+        transport = self._elastic.connections.connect(new)
+        world.renew(transport.rank, transport.size, transport)
+        self._synchronise(new)
+        self._the_job._begin_generation(of_this_rank(self._state_of_strategy, world.rank, world.size))
+
+    def _synchronise(self, new: Generation) -> None:
+        """Let ranks that miss something take over the state of one that does not. Collective."""
+        source = _source(new)
+        first = new.members[source].info
+        misses = [
+            each.after < 0 or any(each.info[name] != first[name] for name in ("progress", "digest"))
+            for each in new.members
+        ]
+        if not any(misses):
+            return
+        is_source = self._world.rank == source
+        received = share_state(self._state() if is_source else None, self._world.transport, source)
+        if misses[self._world.rank]:
+            self._take_over(received)
+
+    def _state(self) -> dict[str, Any]:
+        """Return what another rank needs to go on as this one does."""
+        job = self._the_job
+        return {
+            "model": dict(job._replica.model.state_dict()),
+            "optimizer": job._replica.optimizer.state_dict(),
+            "steps": job._replica.steps,
+            "num_calls": self._num_calls,
+            "num_agreements": self._num_agreements,
+            "answer": self._answer,
+            "exchange": for_new_ranks(self._state_of_strategy),
+            "data": [data.export() for data in self._data],
+            "parts": job._checkpoints.local_states(),
+        }
+
+    def _take_over(self, state: dict[str, Any]) -> None:
+        """Continue from the state of another rank. Not collective: it is complete, or not done at all."""
+        job = self._the_job
+        with torch.no_grad():
+            load_model_state(job._replica.model, state["model"])
+            load_optimizer_state(job._replica.optimizer, state["optimizer"])
+        job._replica.steps = state["steps"]
+        self._num_calls, self._num_agreements = state["num_calls"], state["num_agreements"]
+        self._answer = state["answer"]
+        self._state_of_strategy = from_sent(state["exchange"])
+        if self._data:
+            for data, position in zip(self._data, state["data"], strict=True):
+                data.load_state_dict(position)
+                data.interrupted()
+        else:
+            self._elastic.data_states = list(state["data"])
+        job._checkpoints.inherit(state["parts"])
+
+    def arrive(self, new: Generation) -> None:
+        """Join the others, on a new rank. Collective."""
+        self._elastic.is_new, self._elastic.has_joined, self._arriving = False, True, True
+        while True:
+            try:
+                transport = self._elastic.connections.connect(new)
+                self._world.renew(transport.rank, transport.size, transport)
+                self._synchronise(new)
+                parts = of_this_rank(self._state_of_strategy, transport.rank, transport.size)
+                self._the_job._begin_generation(parts)
+                return
+            except RankLost:
+                info = self._info() if self._state_of_strategy is not None else _NOTHING
+                self._the_job._end_generation()
+                self._elastic.connections.disconnect()
+                again = self._elastic.member.enter(info)
+                assert again is not None
+                new = again
+
+    def _stop(self, generation: Generation) -> None:
+        """Save the state and end: too few workers are left."""
+        job = self._the_job
+        saved = job._checkpoints.save_last()
+        limits = self._elastic.member.limits
+        raise TooFewWorkers(
+            f"rank {self._world.transport.world_rank}: {len(generation.members)} workers are left, and this run needs "
+            f"{limits.minimum}. "
+            + (f"The state is saved in {saved}: start again to continue." if saved else "No checkpoint was asked for.")
+        )
+
+
+_NOTHING = {"progress": -1, "digest": "", "positions": [], "agreed": []}
+"""What a rank says of itself that has joined, and has not taken over anything yet."""
+
+
+def _source(new: Generation) -> int:
+    """Return the rank whose state others take over: the first that has completed most, of those that were there."""
+    there = [rank for rank, each in enumerate(new.members) if each.after >= 0]
+    return max(there, key=lambda rank: (new.members[rank].info["progress"], -rank))
+
+
+def _positions(old: Generation, new: Generation, first: dict[str, Any], number: int) -> list[list[int]]:
+    """Return how far every rank of the last generation was in the data of a number."""
+    infos = {each.description.id: each.info for each in new.members if each.after >= 0}
+    positions = []
+    for each in old.members:
+        info = infos.get(each.description.id)
+        if info is None:  # Lost: what it did since the last agreement is in nobody's model.
+            positions.append(first["agreed"][number])
+        elif info["progress"] < first["progress"]:  # It takes over what the others have.
+            positions.append(first["positions"][number])
+        else:
+            positions.append(info["positions"][number])
+    return positions
+
+
+def _digest(parts: dict[str, Any]) -> str:
+    """Return a digest of what must be the same on all ranks in a strategy's state, such as the order of buckets."""
+    return hashlib.sha256(json.dumps(_plain(parts), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    """Return the plain values of a nest: texts, numbers and their containers. Others are left out."""
+    if isinstance(value, dict):
+        return {str(key): plain for key, each in value.items() if (plain := _plain(each)) is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, bool | int | float | str) else None
