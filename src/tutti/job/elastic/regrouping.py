@@ -65,6 +65,8 @@ class ElasticJob:
         """While ranks change: the state from which the strategy continues."""
         self._kept_parts: dict[str, Any] | None = None
         """States of schedulers and the like when a step became void."""
+        self._kept_options: list[dict[str, Any]] = []
+        """The optimiser's options then, by group."""
         self._arriving = False
         """Whether this rank has joined others, and has not come to its first batch."""
         self.on_change: list[Callable[[World], None]] = []
@@ -188,12 +190,18 @@ class ElasticJob:
                 job._replica.lost = error
         elif self._kept_parts is not None:  # The step was void, for schedulers as well.
             job._checkpoints.load_local_states(self._kept_parts)
+            for group, options in zip(job._replica.optimizer.param_groups, self._kept_options, strict=True):
+                group.update(options)
         return job._exchange.state_after_loss()
 
     def step_is_void(self) -> None:
         """A step will not count: remember the states of schedulers, which the loop moves on all the same."""
         if self._kept_parts is None:
-            self._kept_parts = deepcopy(self._the_job._checkpoints.local_states())
+            job = self._the_job
+            self._kept_parts = deepcopy(job._checkpoints.local_states())
+            # Schedulers also change the optimiser's options, which are no part of their state.
+            groups = job._replica.optimizer.param_groups
+            self._kept_options = [{key: group[key] for key in group.keys() - {"params"}} for group in groups]
 
     def _info(self) -> dict[str, Any]:
         """Return what all others learn of this rank when it enters a generation."""
