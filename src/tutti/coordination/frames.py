@@ -33,9 +33,7 @@ SCHEMA: dict[str, Fields] = {
     "ask_stack": {"rank": int},
     "stack": {"text": str},
     "bye": {},
-    "enter": {
-        "scope": str, "after": int, "ready": int, "minimum": int, "maximum": int, "expected": int, "info": dict
-    },
+    "enter": {"scope": str, "after": int, "ready": int, "minimum": int, "maximum": int, "expected": int, "info": dict},
     "belongs": {"scope": str, "number": int, "members": list, "minimum": int, "maximum": int, "expected": int},
     "depart": {"scope": str, "finished": int},
     "want": {"scope": str, "number": int},

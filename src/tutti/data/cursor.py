@@ -66,7 +66,7 @@ class Cursor:
 
     def __init__(self, world: World, keep: Keep, data: dict[str, Any]) -> None:
         """Start at the beginning. `data` describes the data: a state of other data is refused."""
-        self._world = world
+        self.world = world
         self._keep = keep
         self._data = data
         self.num_parts = world.size
@@ -108,7 +108,7 @@ class Cursor:
         if iteration is not self._iteration:
             return  # Another loop over the same data has begun since.
         self._commit()  # Here too, so that those that wait are few, however long no state is asked for.
-        counts = self._world.sample_counts
+        counts = self.world.sample_counts
         # 0 where no step will follow: the item is committed as soon as those before it are.
         number = counts.num_batches if torch.is_grad_enabled() and counts.distributed else 0
         self._pending.append((number, iteration.epoch, iteration.num_given_out))
@@ -122,7 +122,7 @@ class Cursor:
             self._pending.append((number, self.epoch, 0))
 
     def _commit(self) -> None:
-        pending, num_committed = self._pending, self._world.sample_counts.num_committed
+        pending, num_committed = self._pending, self.world.sample_counts.num_committed
         while pending and pending[0][0] <= num_committed:
             _, epoch, num_items = pending.popleft()
             self._committed = (epoch, num_items)
@@ -186,19 +186,19 @@ class Cursor:
         return {
             **self._data,
             "num_parts": self.num_parts,
-            "positions": [list(self.position)] * self._world.size,
+            "positions": [list(self.position)] * self.world.size,
             "stages": [_as_json(stage) for stage in self.stages],
-            "worker_seeds": [None] * self._world.size,
+            "worker_seeds": [None] * self.world.size,
         }
 
     def state_dict(self, own: Any, merge: Merge) -> dict[str, Any]:
         """Return the position of all ranks, and what `merge` makes of every rank's `own` values. Collective."""
-        self._world.sample_counts.commit_void_steps()
+        self.world.sample_counts.commit_void_steps()
         epoch, num_items = self.position
-        value = [self._world.rank, epoch, num_items, self._worker_seeds.get(epoch), own]
-        elastic = any(exchange.tolerates_loss for exchange in self._world.usage.exchanges)
-        with self._world.waiting():
-            return self._world.call(
+        value = [self.world.rank, epoch, num_items, self._worker_seeds.get(epoch), own]
+        elastic = any(exchange.tolerates_loss for exchange in self.world.usage.exchanges)
+        with self.world.waiting():
+            return self.world.call(
                 "shard.state_dict", value, lambda values: self._combined(values, merge), elastic=elastic
             )
 
@@ -208,7 +208,7 @@ class Cursor:
         of_rank = {value[0]: value[1:] for value in values.values()}
         first = min(epoch for epoch, *_ in of_rank.values())
         # A lost rank cannot say how far it was: its epoch is taken as not begun.
-        known = [of_rank.get(rank, [first, 0, None, None]) for rank in range(self._world.size)]
+        known = [of_rank.get(rank, [first, 0, None, None]) for rank in range(self.world.size)]
         positions = [[epoch, num_items] for epoch, num_items, *_ in known]
         return {
             **self._data,
@@ -222,9 +222,9 @@ class Cursor:
     def load_state_dict(self, state: Any) -> None:
         """Continue from the position of a world of any size. One that does not fit is refused, and changes nothing."""
         saved = SavedPosition.read(state, self._data)
-        rank, num_saved = self._world.rank, len(saved.positions)
+        rank, num_saved = self.world.rank, len(saved.positions)
         # Steps of yet another number of ranks are not those of this world's batch size.
-        same_world = num_saved == self._world.size and (self._keep == "global" or saved.num_parts == num_saved)
+        same_world = num_saved == self.world.size and (self._keep == "global" or saved.num_parts == num_saved)
         self.stages, self.num_parts = saved.stages, saved.num_parts
         if same_world:
             position = saved.positions[rank]
@@ -233,7 +233,7 @@ class Cursor:
         else:
             epochs, num_items = zip(*saved.positions, strict=True)
             self.stages += (Stage(self.num_parts, epochs, num_items),)
-            self.num_parts = self._world.size
+            self.num_parts = self.world.size
             position = (min(epochs), 0)
         self._go_to(position[0])
         self._committed = position

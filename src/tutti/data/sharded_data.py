@@ -10,7 +10,6 @@ from tutti.data.cursor import Cursor, Iteration
 from tutti.errors import ConfigError
 from tutti.world import World
 
-
 _numbers = count()
 
 

@@ -8,8 +8,8 @@ from torch.optim import Optimizer
 
 from tutti.collectives import LinkMeasurement, measure_links
 from tutti.errors import ConfigError
-from tutti.job.checkpoints import signals
 from tutti.job.attach import watch_training
+from tutti.job.checkpoints import signals
 from tutti.job.compatibility import support
 from tutti.job.elastic.joining import elastic_mistakes, join, survive_losses
 from tutti.job.handle import JOB_ATTRIBUTE, Job, restore_world
@@ -64,7 +64,8 @@ def distribute(
     if world.elastic is not None:
         mistakes += elastic_mistakes(strategy, mesh, world)
         if world.elastic.is_new:
-            return join(model, optimizer, strategy, world, mistakes + _mistakes(model, optimizer, strategy, mesh, world))
+            mistakes += _mistakes(model, optimizer, strategy, mesh, world)
+            return join(model, optimizer, strategy, world, mistakes)
     mistakes += _mistakes(model, optimizer, strategy, mesh, world)
     mistakes += strategy.mistakes(optimizer, world.size if mesh is None else mesh.data)
     if mesh is not None:

@@ -276,7 +276,7 @@ class Job(CollectiveValues, JobCheckpoints, JobProgress, NotCopied):
         """Attach the model to the present ranks of the world, and continue from the strategy's state. Collective."""
         before = self._exchange
         self._exchange = exchange = attach_again(self._replica, self.strategy, self.world, self._expected)
-        exchange.events = before.events
+        exchange.events, exchange.on_exchange = before.events, before.on_exchange
         exchange.load_state_dict(state)
         self.world.usage.exchanges.add(exchange)
 

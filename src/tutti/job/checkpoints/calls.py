@@ -18,9 +18,9 @@ from tutti.checkpoint.parts import PartRanks
 from tutti.checkpoint.storage import EncodedSnapshot
 from tutti.collectives.calls import Combine
 from tutti.coordination.activity import IDLE
+from tutti.data.sharded_data import ShardedData
 from tutti.errors import CheckpointError, ConfigError
 from tutti.job.checkpoints import signals
-from tutti.data.sharded_data import ShardedData
 from tutti.job.checkpoints.parts import load_part, load_parts, named_parts
 from tutti.job.checkpoints.random_state import random_state, set_random_state
 from tutti.job.checkpoints.restored import Restored, load_model, receive
@@ -108,9 +108,7 @@ class Checkpoints:
     rank may have been asked to stop. The answer is the same on all ranks, so they take it together or not at all.
     """
 
-    def __init__(
-        self, job: "Job", world: World, replica: HookedReplica, model_on_mesh: ModelOnMesh | None
-    ) -> None:
+    def __init__(self, job: "Job", world: World, replica: HookedReplica, model_on_mesh: ModelOnMesh | None) -> None:
         """`world` is that of all ranks that save together: on a mesh, more than `job.world`."""
         self._job = ref(job)  # Weak: the job holds this.
         self._world, self._replica, self._model_on_mesh = world, replica, model_on_mesh
@@ -138,9 +136,7 @@ class Checkpoints:
 
     def local_states(self) -> dict[str, Any]:
         """Return the states of parts that every rank has by itself, such as schedulers."""
-        return {
-            name: part.state_dict() for name, part in self._parts.items() if not isinstance(part, ShardedData)
-        }
+        return {name: part.state_dict() for name, part in self._parts.items() if not isinstance(part, ShardedData)}
 
     def inherit(self, states: dict[str, Any]) -> None:
         """Load such states of another rank: now, or when the loop gives the parts."""

@@ -42,7 +42,8 @@ def survive_losses(job: Job) -> ElasticJob:
     replica.survives, replica.on_void = True, made.step_is_void
     job._exchange.on_exchange = made.on_exchange
     # Who comes later compares it with its own. All ranks propose the same.
-    elastic.member.member.propose(_signature_key(world), json.dumps(_signature(job.model, replica.optimizer, job.strategy)))
+    own = _signature(job.model, replica.optimizer, job.strategy)
+    elastic.member.member.propose(_signature_key(world), json.dumps(own))
     return made
 
 

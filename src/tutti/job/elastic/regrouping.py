@@ -61,8 +61,10 @@ class ElasticJob:
         self._num_calls = self._num_agreements = 0
         self._answer: Any = None
         """Of the last collective call."""
-        self._state_of_strategy: dict[str, Any] | None = None
+        self._state_of_strategy: dict[str, Any] = {}
         """While ranks change: the state from which the strategy continues."""
+        self._has_state = True
+        """Whether this rank has all that the others have; not before a new one has taken it over."""
         self._kept_parts: dict[str, Any] | None = None
         """States of schedulers and the like when a step became void."""
         self._kept_options: list[dict[str, Any]] = []
@@ -269,7 +271,7 @@ class ElasticJob:
         job._replica.steps = state["steps"]
         self._num_calls, self._num_agreements = state["num_calls"], state["num_agreements"]
         self._answer = state["answer"]
-        self._state_of_strategy = from_sent(state["exchange"])
+        self._state_of_strategy, self._has_state = from_sent(state["exchange"]), True
         if self._data:
             for data, position in zip(self._data, state["data"], strict=True):
                 data.load_state_dict(position)
@@ -280,7 +282,8 @@ class ElasticJob:
 
     def arrive(self, new: Generation) -> None:
         """Join the others, on a new rank. Collective."""
-        self._elastic.is_new, self._elastic.has_joined, self._arriving = False, True, True
+        self._elastic.is_new, self._elastic.has_joined = False, True
+        self._arriving, self._has_state = True, False
         while True:
             try:
                 transport = self._elastic.connections.connect(new)
@@ -290,7 +293,7 @@ class ElasticJob:
                 self._the_job._begin_generation(parts)
                 return
             except RankLost:
-                info = self._info() if self._state_of_strategy is not None else _NOTHING
+                info = self._info() if self._has_state else _NOTHING
                 self._the_job._end_generation()
                 self._elastic.connections.disconnect()
                 again = self._elastic.member.enter(info)

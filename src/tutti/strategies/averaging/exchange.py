@@ -207,7 +207,7 @@ class BlockExchange(SavedBlock, Exchange):
         if self._pending is None:
             return
         self._pending = None
-        # With overlap, this block has begun after that exchange was started. It goes on from the start of the one before.
+        # With overlap, this block has begun after that exchange was started: both go on as one block.
         self._weight += float(self._sent_weight)
         self._num_steps += self._sent_steps
 
