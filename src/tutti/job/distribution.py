@@ -61,13 +61,10 @@ def distribute(
     world = world or initialised_world()
     # Mistakes are collected, not raised: every rank has to reach `check_alike`, which raises them on all ranks alike.
     strategy, mistakes = _chosen(strategy, world)
-    if world.elastic is not None:
-        mistakes += elastic_mistakes(strategy, mesh, world)
-        if world.elastic.is_new:
-            mistakes += _mistakes(model, optimizer, strategy, mesh, world)
-            return join(model, optimizer, strategy, world, mistakes)
     mistakes += _mistakes(model, optimizer, strategy, mesh, world)
     mistakes += strategy.mistakes(optimizer, world.size if mesh is None else mesh.data)
+    if world.elastic is not None and world.elastic.is_new:
+        return join(model, optimizer, strategy, world, mistakes)
     if mesh is not None:
         mistakes += mesh_mistakes(model, optimizer, mesh, strategy, world.size, example)
     # Another model may be distributed already, and ranks that train it may wait for this one.
@@ -207,6 +204,8 @@ def _chosen(strategy: Strategy | str | None, world: World) -> tuple[Strategy, li
 def _mistakes(model: nn.Module, optimizer: Optimizer, strategy: Strategy, mesh: Mesh | None, world: World) -> list[str]:
     """Return everything that is wrong with what `distribute` was given."""
     mistakes = refusals(lambda technique: support(technique, strategy, mesh), model, optimizer)
+    if world.elastic is not None:
+        mistakes += elastic_mistakes(strategy, mesh, world)
     if world.size > 1 and world.transport.cluster is None and any(p.is_meta for p in model.parameters()):
         mistakes.append("the model is on the meta device, without values: build it on a real one, or simulate it.")
     if world.transport.cluster is not None and any(p.is_cuda for p in model.parameters()):

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from tutti.errors import ConfigError, NonFiniteLoss, RankLost
-from tutti.job.attach import attach_again
 from tutti.job.checkpoints.calls import Checkpoints, JobCheckpoints
 from tutti.job.checks import LossKind, expect
 from tutti.job.not_copied import NotCopied
@@ -260,25 +259,6 @@ class Job(CollectiveValues, JobCheckpoints, JobProgress, NotCopied):
             restore_world(self.world, self._previous_world)
         self.world.sample_counts.distributed.discard(self._model)
         delattr(self._model, JOB_ATTRIBUTE)
-
-    # Changes of the ranks, for `ElasticJob`
-
-    def _end_generation(self) -> None:
-        """Detach the model from ranks that may be lost. Not collective. Idempotent."""
-        self.world.usage.exchanges.discard(self._exchange)
-        self._exchange.close()
-        self._replica.detach()
-        if self._replica.checks is not None:
-            self._replica.checks.close()
-        self.world.transport.close()
-
-    def _begin_generation(self, state: dict[str, Any]) -> None:
-        """Attach the model to the present ranks of the world, and continue from the strategy's state. Collective."""
-        before = self._exchange
-        self._exchange = exchange = attach_again(self._replica, self.strategy, self.world, self._expected)
-        exchange.events, exchange.on_exchange = before.events, before.on_exchange
-        exchange.load_state_dict(state)
-        self.world.usage.exchanges.add(exchange)
 
     def __enter__(self) -> Self:
         return self

@@ -54,8 +54,6 @@ class BackwardPass:
         self._replica = replica
         self.running = False
         """Whether a pass has begun and is not over."""
-        self.exchanged = False
-        """Whether a pass was exchanged since the last step of the optimiser."""
         self.arrivals: list[Slot] | None = []
         """Slots in the order in which gradients arrived in the first pass; None once buckets have their final order."""
         self._frozen = [(name, p) for name, p in replica.model.named_parameters() if not p.requires_grad]
@@ -226,7 +224,7 @@ class BackwardPass:
             layer.expect()
         self._kept.clear()
         self._next_bucket = 0
-        self.running, self.exchanged = False, True
+        self.running, replica.has_exchanged = False, True
 
     @torch.no_grad()
     def factors_caught(self, layer: FactoredLayer, pair: Pair) -> None:
@@ -299,7 +297,7 @@ class BackwardPass:
         self._kept.clear()
         self._next_bucket = 0
         # Last: an error before this leaves the pass running, which the next forward pass refuses.
-        self.running, self.exchanged = False, True
+        self.running, replica.has_exchanged = False, True
 
     def _recut(self, arrivals: list[Slot]) -> None:
         """Cut the buckets anew, in the order in which rank 0 saw gradients arrive. Collective."""

@@ -26,11 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tutti.coordination.activity import IDLE, Activity
+from tutti.coordination.activity import Activity
 from tutti.errors import ConfigError, RankLost
 from tutti.replica.backward import BackwardPass
 from tutti.replica.factors import Catcher, FactoredLayer
 from tutti.replica.loss_scaling import LossScaling
+from tutti.replica.optimizer_step import OptimizerStep
 from tutti.replica.owned_hooks import OwnedHook
 from tutti.replica.replica import Checks, EventScope, Listener, Replica
 from tutti.replica.samples import ADD_UP, Contribution, SampleCounts
@@ -46,10 +47,12 @@ class HookedReplica(Replica):
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, sample_counts: SampleCounts) -> None:
         super().__init__(model, optimizer)
+        self.has_exchanged = False
+        """Whether a backward pass was exchanged since the last step of the optimiser."""
         self.activity = Activity()
         """Where the phases of training are reported: replaced by that of the process, where others may wait for it."""
         self.contribution = Contribution(sample_counts)
-        self._sample_counts = sample_counts
+        self.sample_counts = sample_counts
         self.syncing = True
         """Whether backward passes are exchanged; False inside `no_sync`."""
         self.away = False
@@ -63,13 +66,14 @@ class HookedReplica(Replica):
         self.reports_passes = False
         """Whether backward passes are reported, and not only steps."""
         self._listener: Listener | None = None
-        self._scope: EventScope = "steps"
         self._handles: list[Any] = []
         self._accumulators: list[Any] = []
         """Autograd's nodes that have hooks of this replica: a parameter holds its own weakly."""
         self._backward = BackwardPass(self)
+        self._optimizer_step = OptimizerStep(self)
         self._catcher: Catcher | None = None
-        self._step_checks: StepChecks | None = None
+        self.step_checks: StepChecks | None = None
+        """Checks that all that a step changes is exchanged; None where gradients are not looked at."""
 
     @property
     def listener(self) -> Listener:
@@ -78,20 +82,20 @@ class HookedReplica(Replica):
         return self._listener
 
     def listen(self, listener: Listener, to: EventScope) -> None:
-        self._listener, self._scope, self.reports_passes = listener, to, to == "gradients"
-        self._handles.append(self.optimizer.register_step_pre_hook(self._before_step))
-        self._handles.append(self.optimizer.register_step_post_hook(self._after_step))
+        self._listener, self.reports_passes = listener, to == "gradients"
+        self._handles.append(self.optimizer.register_step_pre_hook(self._optimizer_step.begin))
+        self._handles.append(self.optimizer.register_step_post_hook(self._optimizer_step.end))
         if to == "steps":
             return
         self._listen_to_model(to)
         # After the hooks above are there: only later ones are the user's.
-        self._step_checks = StepChecks(self.model, self.optimizer, self.slots, self._sample_counts.distributed)
+        self.step_checks = StepChecks(self.model, self.optimizer, self.slots, self.sample_counts.distributed)
 
     def _listen_to_model(self, to: EventScope) -> None:
         self._handles.append(self.model.register_forward_pre_hook(_ForwardHook(self), with_kwargs=True))
         # Steps that a `GradScaler` skips show in these models' gradients.
         if to == "gradients":
-            self._sample_counts.models.add(self.model)
+            self.sample_counts.models.add(self.model)
         else:
             self.loss_scaling = LossScaling(self.optimizer)  # The rank steps with its own gradients.
         for slot in self.slots:
@@ -148,7 +152,7 @@ class HookedReplica(Replica):
             self.loss_scaling.detach()
         self.loss_scaling = self.marks = None
         self._catcher, self.exchanged_as_factors, self.left_out = None, frozenset(), frozenset()
-        self._sample_counts.models.discard(self.model)
+        self.sample_counts.models.discard(self.model)
         for slot in self.slots:
             # The bucket may lie in shared memory, which is unmapped when the transport closes.
             if slot.tensor.grad is slot.view:
@@ -171,7 +175,7 @@ class HookedReplica(Replica):
     @torch.no_grad()
     def exchange_gathered(self) -> None:
         """Exchange what backward passes within `no_sync` have left, as one more backward pass here would."""
-        if self._scope != "gradients" or not self.syncing:
+        if not self.reports_passes or not self.syncing:
             return
         for slot in self.slots:
             # One that autograd did not accumulate, but the user made, was not scaled yet.
@@ -237,75 +241,6 @@ class HookedReplica(Replica):
         if not torch.compiler.is_compiling() and self.on_forward is not None:
             self.on_forward(args, kwargs)
         self.contribution.forward(args, kwargs)
-
-    def _before_step(self, *_: Any) -> None:
-        if self.in_consensus or self.away:
-            where = "job.consensus(), whose model is not this rank's own" if self.in_consensus else "job.away()"
-            raise ConfigError(f"a step of the optimiser inside {where}: train outside it.")
-        self.activity.enter("optimizer")
-        if self.lost is not None:
-            self._make_step_void()
-            return
-        self.step_is_void = self.loss_scaling is not None and self.loss_scaling.unscale()
-        if self._step_checks is not None:
-            self._step_checks.check(gradients=self._scope == "gradients")
-        if self._has_unexchanged_gradients():
-            if not self.syncing:
-                raise ConfigError(
-                    "optimizer.step() inside job.no_sync(), where gradients stay on this rank: ranks would take "
-                    "different steps. End the context before the last backward pass of a step."
-                )
-            try:
-                self.exchange_gathered()
-            except RankLost as error:
-                self.note_loss(error)
-        if self.owed and self._scope != "gradients" and not self.step_is_void:
-            self.add_owed()
-        # After the exchange, and not of a step that a GradScaler skips.
-        if self.checks is not None and not self.step_is_void:
-            self.checks.before_step()
-        try:
-            self.listener.before_step()
-        except RankLost as error:
-            self.note_loss(error)
-        if self.lost is not None:
-            self._make_step_void()
-        elif self.step_is_void:
-            self.hide_gradients()
-
-    def _make_step_void(self) -> None:
-        """Let the optimiser's step change nothing, because of a loss."""
-        if self.on_void is not None:
-            self.on_void()
-        self.hide_gradients()
-
-    def _has_unexchanged_gradients(self) -> bool:
-        """Whether this step would use gradients that no backward pass has exchanged.
-
-        They come from `torch.autograd.grad`, from the user's own formula, or from backward passes of which the last
-        was inside `no_sync`.
-        """
-        if self._scope != "gradients" or self._backward.exchanged:
-            return False
-        return any(
-            slot.tensor.grad is not None and (slot.touched or slot.tensor.grad is not slot.view) for slot in self.slots
-        )
-
-    def _after_step(self, *_: Any) -> None:
-        self._backward.exchanged = False
-        if self.lost is not None:  # The optimiser found no gradient. The samples of this step come again.
-            self.show_gradients()
-            return
-        self.steps += 1
-        if self.step_is_void:
-            self.show_gradients()
-        self._sample_counts.commit()  # A void step has used its samples too: they do not come again.
-        try:
-            self.listener.after_step()
-        except RankLost as error:
-            self.note_loss(error)
-        self.activity.stepped()
-        self.activity.enter(IDLE)
 
 
 def explained(error: RankLost, replica: HookedReplica) -> Exception:

@@ -18,10 +18,9 @@ from tutti.checkpoint.parts import PartRanks
 from tutti.checkpoint.storage import EncodedSnapshot
 from tutti.collectives.calls import Combine
 from tutti.coordination.activity import IDLE
-from tutti.data.sharded_data import ShardedData
 from tutti.errors import CheckpointError, ConfigError
 from tutti.job.checkpoints import signals
-from tutti.job.checkpoints.parts import load_part, load_parts, named_parts
+from tutti.job.checkpoints.parts import LocalParts, load_parts, named_parts
 from tutti.job.checkpoints.random_state import random_state, set_random_state
 from tutti.job.checkpoints.restored import Restored, load_model, receive
 from tutti.job.checkpoints.schedule import CheckpointSchedule
@@ -125,47 +124,22 @@ class Checkpoints:
         self._restored_from: Path | None = None
         """The folder of that checkpoint."""
         self._watches = False
-        self._parts: dict[str, Any] = {}
-        """What the loop has given to be saved or restored, by name."""
-        self._inherited: dict[str, Any] = {}
-        """States of such parts on a rank that has joined others, until the loop gives the parts."""
+        self.parts = LocalParts()
         self._last: tuple[Path, Request] | None = None
         """Where, and how, checkpoints are written."""
-
-    # Changes of the ranks, for `ElasticJob`
-
-    def local_states(self) -> dict[str, Any]:
-        """Return the states of parts that every rank has by itself, such as schedulers."""
-        return {name: part.state_dict() for name, part in self._parts.items() if not isinstance(part, ShardedData)}
-
-    def inherit(self, states: dict[str, Any]) -> None:
-        """Load such states of another rank: now, or when the loop gives the parts."""
-        self._inherited = dict(states)
-        self._give(self._parts)
-
-    def load_local_states(self, states: dict[str, Any]) -> None:
-        """Load what `local_states` returned."""
-        for name in states.keys() & self._parts.keys():
-            load_part(self._parts[name], name, states[name])
-
-    def _give(self, named: dict[str, Any]) -> None:
-        """Note parts, and load the states that this rank has inherited for them."""
-        self._parts |= named
-        for name in self._inherited.keys() & named.keys():
-            load_part(named[name], name, self._inherited.pop(name))
 
     def save_last(self) -> Path | None:
         """Save the state before the run ends; return where, or None if no checkpoints are written. Collective."""
         if self._last is None:
             return None
         run, request = self._last
-        self._take(run, self._parts, request)
+        self._take(run, self.parts.parts, request)
         return run
 
     def checkpoint(self, run: Path, parts: tuple[Any, ...], every: Every | None, request: Request) -> bool:
         """As `JobCheckpoints.checkpoint`."""
         named = named_parts(parts)
-        self._give(named)
+        self.parts.add(named)
         self._last = (run, request)
         self._watch()
         if every is None:
@@ -190,7 +164,7 @@ class Checkpoints:
             )
         job = self._job()
         assert job is not None
-        self._give(named_parts(parts))
+        self.parts.add(named_parts(parts))
         if self._world.elastic is not None and self._world.elastic.has_joined:
             return None  # It has the state of the others.
         with self._world.waiting():

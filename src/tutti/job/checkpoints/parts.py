@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tutti.data.sharded_data import ShardedData
 from tutti.errors import ConfigError
 from tutti.replica.state import load_model_state
 
@@ -36,6 +37,39 @@ def named_parts(parts: Sequence[Any]) -> dict[str, Any]:
         number = 1 + sum(name.split(" ")[0] == kind for name in named)
         named[kind if number == 1 else f"{kind} {number}"] = part
     return named
+
+
+class LocalParts:
+    """The parts of a loop that every rank has by itself, such as schedulers: all but sharded data.
+
+    Where ranks change, their states are kept over a void step, and go to ranks that join.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[str, Any] = {}
+        """What the loop has given to be saved or restored, by name; sharded data too."""
+        self._inherited: dict[str, Any] = {}
+        """States that this rank has taken over from another one, until the loop gives the parts."""
+
+    def add(self, named: Mapping[str, Any]) -> None:
+        """Note parts, and load the states that this rank has inherited for them."""
+        self.parts |= named
+        for name in self._inherited.keys() & named.keys():
+            load_part(named[name], name, self._inherited.pop(name))
+
+    def states(self) -> dict[str, Any]:
+        """Return their states."""
+        return {name: part.state_dict() for name, part in self.parts.items() if not isinstance(part, ShardedData)}
+
+    def load(self, states: Mapping[str, Any]) -> None:
+        """Load what `states` returned."""
+        for name in states.keys() & self.parts.keys():
+            load_part(self.parts[name], name, states[name])
+
+    def inherit(self, states: Mapping[str, Any]) -> None:
+        """Load states of another rank: now, or when the loop gives the parts."""
+        self._inherited = dict(states)
+        self.add(self.parts)
 
 
 def load_parts(named: Mapping[str, Any], states: Mapping[str, Any], is_leader: bool) -> None:

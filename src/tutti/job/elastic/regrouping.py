@@ -41,6 +41,7 @@ from tutti.collectives.calls import Combine
 from tutti.coordination.elastic_member import Generation
 from tutti.data.sharded_data import ShardedData
 from tutti.errors import ConfigError, RankLost, TooFewWorkers
+from tutti.job.attach import attach_again
 from tutti.job.elastic.transfer import share_state
 from tutti.replica.state import load_model_state, load_optimizer_state
 from tutti.strategies.saved_state import for_new_ranks, from_sent, of_this_rank
@@ -161,7 +162,7 @@ class ElasticJob:
         self._state_of_strategy = self._leave_exchange()
         while True:
             info = self._info()
-            job._end_generation()
+            end_generation(job)
             self._elastic.connections.disconnect()
             old, new = self._elastic.member.generation, self._elastic.member.enter(info)
             assert old is not None
@@ -191,7 +192,7 @@ class ElasticJob:
             except RankLost as error:  # While all wanted to end together, one was lost.
                 job._replica.lost = error
         elif self._kept_parts is not None:  # The step was void, for schedulers as well.
-            job._checkpoints.load_local_states(self._kept_parts)
+            job._checkpoints.parts.load(self._kept_parts)
             for group, options in zip(job._replica.optimizer.param_groups, self._kept_options, strict=True):
                 group.update(options)
         return job._exchange.state_after_loss()
@@ -200,7 +201,7 @@ class ElasticJob:
         """A step will not count: remember the states of schedulers, which the loop moves on all the same."""
         if self._kept_parts is None:
             job = self._the_job
-            self._kept_parts = deepcopy(job._checkpoints.local_states())
+            self._kept_parts = deepcopy(job._checkpoints.parts.states())
             # Schedulers also change the optimiser's options, which are no part of their state.
             groups = job._replica.optimizer.param_groups
             self._kept_options = [{key: group[key] for key in group.keys() - {"params"}} for group in groups]
@@ -230,7 +231,7 @@ class ElasticJob:
         transport = self._elastic.connections.connect(new)
         world.renew(transport.rank, transport.size, transport)
         self._synchronise(new)
-        self._the_job._begin_generation(of_this_rank(self._state_of_strategy, world.rank, world.size))
+        begin_generation(self._the_job, of_this_rank(self._state_of_strategy, world.rank, world.size))
 
     def _synchronise(self, new: Generation) -> None:
         """Let ranks that miss something take over the state of one that does not. Collective."""
@@ -259,7 +260,7 @@ class ElasticJob:
             "answer": self._answer,
             "exchange": for_new_ranks(self._state_of_strategy),
             "data": [data.export() for data in self._data],
-            "parts": job._checkpoints.local_states(),
+            "parts": job._checkpoints.parts.states(),
         }
 
     def _take_over(self, state: dict[str, Any]) -> None:
@@ -278,7 +279,7 @@ class ElasticJob:
                 data.interrupted()
         else:
             self._elastic.data_states = list(state["data"])
-        job._checkpoints.inherit(state["parts"])
+        job._checkpoints.parts.inherit(state["parts"])
 
     def arrive(self, new: Generation) -> None:
         """Join the others, on a new rank. Collective."""
@@ -290,11 +291,11 @@ class ElasticJob:
                 self._world.renew(transport.rank, transport.size, transport)
                 self._synchronise(new)
                 parts = of_this_rank(self._state_of_strategy, transport.rank, transport.size)
-                self._the_job._begin_generation(parts)
+                begin_generation(self._the_job, parts)
                 return
             except RankLost:
                 info = self._info() if self._has_state else _NOTHING
-                self._the_job._end_generation()
+                end_generation(self._the_job)
                 self._elastic.connections.disconnect()
                 again = self._elastic.member.enter(info)
                 assert again is not None
@@ -310,6 +311,25 @@ class ElasticJob:
             f"{limits.minimum}. "
             + (f"The state is saved in {saved}: start again to continue." if saved else "No checkpoint was asked for.")
         )
+
+
+def end_generation(job: "Job") -> None:
+    """Detach a model from ranks that may be lost. Not collective. Idempotent."""
+    job.world.usage.exchanges.discard(job._exchange)
+    job._exchange.close()
+    job._replica.detach()
+    if job._replica.checks is not None:
+        job._replica.checks.close()
+    job.world.transport.close()
+
+
+def begin_generation(job: "Job", state: dict[str, Any]) -> None:
+    """Attach a model to the present ranks of its world, and continue from the strategy's state. Collective."""
+    before = job._exchange
+    job._exchange = exchange = attach_again(job._replica, job.strategy, job.world, job._expected)
+    exchange.events, exchange.on_exchange = before.events, before.on_exchange
+    exchange.load_state_dict(state)
+    job.world.usage.exchanges.add(exchange)
 
 
 _NOTHING = {"progress": -1, "digest": "", "positions": [], "agreed": []}

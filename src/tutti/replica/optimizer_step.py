@@ -1,0 +1,94 @@
+"""`OptimizerStep`: the hooks before and after each step of a replica's optimiser.
+
+A step may be void: the optimiser finds no gradients then and changes nothing. Either a `GradScaler` has found an
+infinite gradient, and the step counts as usual; or a rank was lost (`Replica.lost`), and the step does not count: its
+samples come again.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from tutti.coordination.activity import IDLE
+from tutti.errors import ConfigError, RankLost
+
+if TYPE_CHECKING:
+    from tutti.replica.hooks import HookedReplica
+
+
+class OptimizerStep:
+    """Reports the steps of an optimiser to the exchange, and lets void ones change nothing."""
+
+    def __init__(self, replica: "HookedReplica") -> None:
+        self._replica = replica
+
+    def begin(self, *_: Any) -> None:
+        """The optimiser is about to step."""
+        replica = self._replica
+        if replica.in_consensus or replica.away:
+            where = "job.consensus(), whose model is not this rank's own" if replica.in_consensus else "job.away()"
+            raise ConfigError(f"a step of the optimiser inside {where}: train outside it.")
+        replica.activity.enter("optimizer")
+        if replica.lost is None:
+            self._prepare()
+        if replica.lost is not None:
+            if replica.on_void is not None:
+                replica.on_void()
+            replica.hide_gradients()
+        elif replica.step_is_void:
+            replica.hide_gradients()
+
+    def _prepare(self) -> None:
+        """Exchange what is left to be exchanged, check it, and tell the exchange."""
+        replica = self._replica
+        replica.step_is_void = replica.loss_scaling is not None and replica.loss_scaling.unscale()
+        if replica.step_checks is not None:
+            replica.step_checks.check(gradients=replica.reports_passes)
+        try:
+            self._exchange_gathered()
+            if replica.owed and not replica.reports_passes and not replica.step_is_void:
+                replica.add_owed()
+            # After the exchange, and not of a step that a GradScaler skips.
+            if replica.checks is not None and not replica.step_is_void:
+                replica.checks.before_step()
+            replica.listener.before_step()
+        except RankLost as error:
+            replica.note_loss(error)
+
+    def _exchange_gathered(self) -> None:
+        """Exchange gradients that no backward pass has exchanged, if this step would use any.
+
+        They come from `torch.autograd.grad`, from the user's own formula, or from backward passes of which the last
+        was inside `no_sync`.
+        """
+        replica = self._replica
+        if not replica.reports_passes or replica.has_exchanged:
+            return
+        if not any(
+            slot.tensor.grad is not None and (slot.touched or slot.tensor.grad is not slot.view)
+            for slot in replica.slots
+        ):
+            return
+        if not replica.syncing:
+            raise ConfigError(
+                "optimizer.step() inside job.no_sync(), where gradients stay on this rank: ranks would take "
+                "different steps. End the context before the last backward pass of a step."
+            )
+        replica.exchange_gathered()
+
+    def end(self, *_: Any) -> None:
+        """The optimiser has stepped."""
+        replica = self._replica
+        replica.has_exchanged = False
+        if replica.lost is not None:  # The optimiser found no gradient.
+            replica.show_gradients()
+            return
+        replica.steps += 1
+        if replica.step_is_void:
+            replica.show_gradients()
+        # A step that a GradScaler skips has used its samples too: they do not come again.
+        replica.sample_counts.commit()
+        try:
+            replica.listener.after_step()
+        except RankLost as error:
+            replica.note_loss(error)
+        replica.activity.stepped()
+        replica.activity.enter(IDLE)
