@@ -350,13 +350,15 @@ def test_doctor_measures_links(call: Call, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 def test_doctor_measures_a_lab(call: Call, tmp_path: Path) -> None:
-    ended = call("doctor", "--network", "--lab", "hosts=3,rate=80mbit/80mbit/8mbit", "--json", "links.json")
+    ended = call("doctor", "--network", "--lab", "hosts=3,rate=16mbit/16mbit/4mbit", "--json", "links.json")
     assert ended.status == 0, ended.err
     rates = {tuple(link["ranks"]): link["bits_per_s"] for link in json.loads((tmp_path / "links.json").read_text())}
-    assert 60e6 < rates[0, 1] < 100e6
-    assert 6e6 < rates[0, 2] < 10e6
-    assert 6e6 < rates[1, 2] < 10e6
-    assert re.search(r"cost formulas use the link that is slowest for 1 MiB: [6-9]\.\d+mbit", ended.out)
+    # Slow links: their bucket is several milliseconds of the rate, so they keep it up on a busy machine. The bucket is
+    # at most 9 % of the largest message, 64 KiB, and costs no time.
+    assert 12e6 < rates[0, 1] < 17.6e6
+    assert 3e6 < rates[0, 2] < 4.4e6
+    assert 3e6 < rates[1, 2] < 4.4e6
+    assert re.search(r"cost formulas use the link that is slowest for 1 MiB: [34]\.\d+mbit", ended.out)
 
 
 def test_bench_collectives(call: Call, tmp_path: Path) -> None:

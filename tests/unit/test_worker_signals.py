@@ -1,10 +1,12 @@
 """Workers of a DataLoader and SIGTERM: from their parent it ends them, from anybody else it does not."""
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
@@ -83,8 +85,16 @@ def send(worker: BaseProcess, number: int) -> None:
 
 @pytest.fixture
 def helpers() -> Iterator[None]:
-    """End the processes that Python's multiprocessing keeps until its own end, as Python's own tests do."""
+    """End the processes that Python's multiprocessing keeps until its own end, as Python's own tests do.
+
+    The tracker, as it ends, unlinks all semaphores that are still there, and who has one could not unlink it later. The
+    thread that fed a worker's queue has two until it ends, for which a DataLoader that is closed does not wait.
+    """
     yield
+    for thread in threading.enumerate():
+        if thread.name == "QueueFeederThread":
+            thread.join(END_S)
+    gc.collect()
     forkserver._forkserver._stop()
     resource_tracker._resource_tracker._stop()
 

@@ -24,8 +24,11 @@ _SIZES = (64, 1024, 16 * 1024, 64 * 1024, 256 * 1024, 2**20, 4 * 2**20, 16 * 2**
 _LONG_ENOUGH_S = 0.02
 """A message that takes this long shows the rate. After two such sizes, larger ones are not tried."""
 
-_SIZE_BUDGET_S, _MIN_ROUNDS, _MAX_ROUNDS = 0.1, 2, 15
+_SIZE_BUDGET_S, _MIN_ROUNDS, _MAX_ROUNDS = 0.1, 3, 15
 """Seconds for the round trips of one size, and the fewest and most of them."""
+
+_EVEN, _MIN_UNEVEN_ROUNDS = 1.1, 7
+"""Median of a size's round trips in multiples of the fastest, above which at least so many are made."""
 
 _MAX_PARTNERS = 8
 """Largest number of other ranks that each rank is measured with. In large worlds that is not all of them."""
@@ -49,14 +52,19 @@ class LinkFit:
         This is not one line through all points. On real links messages of middle sizes are faster than such a line,
         because they fit into buffers and bursts, and it is long transfers that the rate should predict.
 
+        The rate is at most the slope between the quickest message and the largest. If a busy machine delays the second
+        largest, the slope between the two largest is too small, by any factor.
+
         Args:
             points: bytes and seconds of messages, the smallest first.
             limit: bits per second that the link cannot exceed.
         """
-        (small, small_s), (large, large_s) = points[-2:]
-        # Not below the limit's slope: noise can make the larger message the faster one.
-        per_byte = max((large_s - small_s) / (large - small), 8 / limit)
+        *others, (large, large_s) = points
         smallest, smallest_s = points[0]
+        quickest = min(others, key=lambda point: point[1])
+        slopes = [(large_s - seconds) / (large - size) for size, seconds in (others[-1], quickest)]
+        # Not below the limit's slope: noise can make the larger message the faster one.
+        per_byte = max(*slopes, 8 / limit)
         latency_s = smallest_s - smallest * per_byte
         # A smallest message that fits into a burst would make the latency negative.
         link = Link(8 / per_byte, latency_s if latency_s > 0 else smallest_s)
@@ -155,20 +163,31 @@ def _ping_pong(transport: Transport, first_rank: int, second_rank: int) -> list[
     other = second_rank if first else first_rank
     points: list[tuple[int, float]] = []
     device = "cpu" if transport.cluster is None else "meta"  # Virtual time needs sizes alone.
+    # In virtual time a message takes as long every time: more rounds would give the same median.
+    most = _MAX_ROUNDS if transport.cluster is None else _MIN_ROUNDS
     for size in _SIZES:
         tensor = torch.zeros(size, dtype=torch.uint8, device=device)
-        once_s = _round_trip(transport, tensor, other, first)  # It also opens the connection.
-        # In virtual time a message takes as long every time: more rounds would give the same median.
-        most = _MAX_ROUNDS if transport.cluster is None else _MIN_ROUNDS
-        wanted = max(_MIN_ROUNDS, min(most, int(_SIZE_BUDGET_S / max(once_s, 1e-6))))
-        num_rounds = _from_first(transport, wanted, other, first)
-        times = [_round_trip(transport, tensor, other, first) for _ in range(num_rounds)]
+        times: list[float] = []  # The first of all opens the connection, and so takes longer.
+        while num_rounds := _from_first(transport, _missing_rounds(times, most), other, first):
+            times += [_round_trip(transport, tensor, other, first) for _ in range(num_rounds)]
         points.append((size, statistics.median(times) / 2))
-        # The fit takes the slope between the last two sizes, so both must be long enough.
-        enough = len(points) >= 2 and points[-2][1] > _LONG_ENOUGH_S
+        # The fit takes the slope between the last two sizes, so the bytes of both must take long enough.
+        enough = len(points) >= 2 and points[-2][1] - points[0][1] > _LONG_ENOUGH_S
         if _from_first(transport, int(enough), other, first):
             break
     return points
+
+
+def _missing_rounds(times: list[float], most: int) -> int:
+    """Return how many round trips to add to those that took `times`."""
+    if len(times) < _MIN_ROUNDS:
+        return _MIN_ROUNDS - len(times)
+    # By the fastest, since one that the machine delayed says little of how many there is time for.
+    fastest_s = max(min(times), 1e-6)
+    wanted = int(_SIZE_BUDGET_S / fastest_s)
+    if statistics.median(times) > _EVEN * fastest_s:
+        wanted = max(wanted, _MIN_UNEVEN_ROUNDS)
+    return max(0, min(most, wanted) - len(times))
 
 
 def _round_trip(transport: Transport, tensor: Tensor, other: int, first: bool) -> float:
