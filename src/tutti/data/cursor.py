@@ -27,8 +27,13 @@ A world of another size continues in one of two ways:
   items that it left over are divided anew. A run that changes its size several times in an epoch has several stages.
 
 In an elastic world the ranks change while a loop is under way (`regroup`): the cursor then goes back to what is
-committed, and the loop continues from there with the share of its new rank (`start_again`). Items that were given out
-and not committed come again.
+committed, and the loop continues from there with the share of its new rank. Items that were given out and not committed
+come again.
+
+A lost rank may have been behind, also by epochs. So there are two numbers: `epoch`, from which items are given out, and
+`loop_epoch`, which loops count. They differ after a change only. A loop then goes through what is left of the earlier
+epochs first, and through its own epoch last. A trail (`trail.py`) has the position after each step since ranks have
+changed last: from it follows how far a lost rank was, of which the others know the steps.
 
 Only the thread of the training loop writes a cursor. Nothing here waits but `state_dict`, a collective call.
 """
@@ -42,6 +47,7 @@ import torch
 
 from tutti.data.saved_position import SavedPosition
 from tutti.data.stages import Stage
+from tutti.data.trail import Trail
 from tutti.world import World
 
 Keep = Literal["global", "local"]
@@ -59,6 +65,8 @@ class Iteration:
     """Items of this rank that were committed before the loop began: they are not given out again."""
     num_given_out: int
     """Items of this rank that the loop has got, with those before `first`."""
+    num_items: int | None = None
+    """Items of this rank in the epoch, or in what is left of it, where that is known before its end."""
 
 
 class Cursor:
@@ -73,7 +81,9 @@ class Cursor:
         """Number of ranks for which steps are formed."""
         self.stages: tuple[Stage, ...] = ()
         self.epoch = 0
-        """Number of the epoch that is under way, or that comes next."""
+        """Number of the epoch whose items are given out, or come next."""
+        self.loop_epoch = 0
+        """Number of the epoch as loops count: `epoch`, or a later one while something is left of earlier epochs."""
         self._committed = (0, 0)
         """Epoch, and number of items that are committed in it."""
         self._pending: deque[tuple[int, int, int]] = deque()
@@ -86,21 +96,32 @@ class Cursor:
         """How often the ranks have changed: a loop that began before gives out nothing more."""
         self.agreed = (0, 0)
         """The committed position at the last moment when what all ranks had done was in the model of each."""
+        self._trail = Trail(self._committed)
+        self._first_step = world.sample_counts.num_steps
+        """Steps of this process before those of the trail."""
 
     def start(self) -> Iteration:
         """Start a loop. If the one before was left before its end, the rest of its epoch is given up."""
         if self._iteration is not None:
-            self._go_to(self.epoch + 1)
+            self._go_to(self.loop_epoch + 1)
         epoch, num_items = self.position
         first = num_items if epoch == self.epoch else 0
         self._iteration = Iteration(self.epoch, first, first)
         return self._iteration
 
-    def start_again(self, iteration: Iteration) -> Iteration | None:
-        """Continue a loop after ranks have changed; None if its epoch is over."""
-        if self._iteration is not None or self.epoch != iteration.epoch:
-            return None
-        return self.start()
+    def goes_on(self, loop_epoch: int) -> bool:
+        """Whether a loop has something left, of its own epoch or an earlier one, and no other loop has begun."""
+        return self._iteration is None and self.epoch <= loop_epoch
+
+    @property
+    def is_iterated(self) -> bool:
+        """Whether a loop is under way."""
+        return self._iteration is not None
+
+    def is_end(self, epoch: int, num_items: int) -> bool:
+        """Whether this is the end of the epoch that a loop is in."""
+        current = self._iteration
+        return current is not None and (epoch, num_items) == (current.epoch, current.num_items)
 
     def give_out(self, iteration: Iteration) -> None:
         """Record that a loop gets an item, after `SampleCounts.record_batch`."""
@@ -117,6 +138,7 @@ class Cursor:
         """Record that a loop came to the end of its epoch: the next one follows."""
         if iteration is self._iteration:
             self.epoch += 1
+            self.loop_epoch = max(self.loop_epoch, self.epoch)
             self._iteration = None
             number = self._pending[-1][0] if self._pending else 0
             self._pending.append((number, self.epoch, 0))
@@ -126,6 +148,7 @@ class Cursor:
         while pending and pending[0][0] <= num_committed:
             _, epoch, num_items = pending.popleft()
             self._committed = (epoch, num_items)
+        self._trail.add(self.world.sample_counts.num_steps - self._first_step, self._committed)
 
     @property
     def position(self) -> tuple[int, int]:
@@ -141,11 +164,11 @@ class Cursor:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; the one that comes next anyway keeps its position."""
-        if epoch != self.epoch or self._iteration is not None:
+        if epoch != self.loop_epoch or self._iteration is not None:
             self._go_to(epoch)
 
     def _go_to(self, epoch: int) -> None:
-        self.epoch, self._committed = epoch, (epoch, 0)
+        self.epoch, self.loop_epoch, self._committed = epoch, epoch, (epoch, 0)
         self._iteration = None
         self._pending.clear()
         self._worker_seeds.clear()
@@ -168,18 +191,25 @@ class Cursor:
 
     def regroup(self, positions: list[list[int]]) -> None:
         """Continue as another rank of another number of ranks, from the positions of the ranks that were there."""
-        seeds = dict(self._worker_seeds)
-        state = {
-            **self._data,
-            "num_parts": self.num_parts,
-            "positions": positions,
-            "stages": [_as_json(stage) for stage in self.stages],
-            "worker_seeds": [None] * len(positions),
-        }
-        self.load_state_dict(state)
+        seeds, loop_epoch = dict(self._worker_seeds), self.loop_epoch
+        first = min(epoch for epoch, _ in positions)
+        self.stages = tuple(stage for stage in self.stages if max(stage.epochs) >= first)
+        self._continue(tuple((epoch, steps) for epoch, steps in positions), together=True)
         self._worker_seeds.update(seeds)  # Of this rank's own workers, whose epoch goes on.
+        self.loop_epoch = max(loop_epoch, self.epoch)
+        self.changed()
+
+    def changed(self) -> None:
+        """The position is one that was agreed on when ranks changed: loops that are under way continue from it."""
         self.agreed = self._committed
+        self._trail, self._first_step = Trail(self._committed), self.world.sample_counts.num_steps
         self.num_regroupings += 1
+
+    @property
+    def trail(self) -> Trail:
+        """The positions of this rank after each of its steps since ranks have changed."""
+        self._commit()
+        return self._trail
 
     def export(self) -> dict[str, Any]:
         """Return the position as a state that a new rank of this world can load."""
@@ -187,6 +217,7 @@ class Cursor:
             **self._data,
             "num_parts": self.num_parts,
             "positions": [list(self.position)] * self.world.size,
+            "loop_epoch": self.loop_epoch,
             "stages": [_as_json(stage) for stage in self.stages],
             "worker_seeds": [None] * self.world.size,
         }
@@ -222,24 +253,35 @@ class Cursor:
     def load_state_dict(self, state: Any) -> None:
         """Continue from the position of a world of any size. One that does not fit is refused, and changes nothing."""
         saved = SavedPosition.read(state, self._data)
-        rank, num_saved = self.world.rank, len(saved.positions)
-        # Steps of yet another number of ranks are not those of this world's batch size.
-        same_world = num_saved == self.world.size and (self._keep == "global" or saved.num_parts == num_saved)
         self.stages, self.num_parts = saved.stages, saved.num_parts
-        if same_world:
-            position = saved.positions[rank]
-        elif self._keep == "global" and len(set(saved.positions)) == 1:
-            position = saved.positions[0]
+        position = self._continue(saved.positions, together=False)
+        self.loop_epoch = max(saved.loop_epoch, position[0])
+        rank = self.world.rank
+        known = rank < len(saved.positions) and saved.positions[rank][0] == position[0]
+        if known and (seed := saved.worker_seeds[rank]) is not None:
+            self._worker_seeds[position[0]] = seed
+
+    def _continue(self, positions: tuple[tuple[int, int], ...], together: bool) -> tuple[int, int]:
+        """Go to where this rank continues from the positions of the ranks that were there; return it.
+
+        Args:
+            together: whether all ranks have as many steps left, also if the others were apart.
+        """
+        num_before, are_equal = len(positions), len(set(positions)) == 1
+        # Steps of yet another number of ranks are not those of this world's batch size.
+        same_world = num_before == self.world.size and (self._keep == "global" or self.num_parts == num_before)
+        if same_world and (are_equal or not together):
+            position = positions[self.world.rank]
+        elif self._keep == "global" and are_equal:
+            position = positions[0]
         else:
-            epochs, num_items = zip(*saved.positions, strict=True)
+            epochs, num_items = zip(*positions, strict=True)
             self.stages += (Stage(self.num_parts, epochs, num_items),)
             self.num_parts = self.world.size
             position = (min(epochs), 0)
         self._go_to(position[0])
         self._committed = position
-        seed = saved.worker_seeds[rank] if rank < num_saved and saved.positions[rank][0] == position[0] else None
-        if seed is not None:
-            self._worker_seeds[position[0]] = seed
+        return position
 
 
 def _as_json(stage: Stage) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from tutti.data.division import refuse_empty, refuse_too_few
 from tutti.data.in_turn import in_turn
 from tutti.data.samplers import shuffled
 from tutti.data.sharded_data import ShardedData, refuse_servers
+from tutti.data.stages import num_left_over
 from tutti.world import World
 
 
@@ -29,7 +30,12 @@ class ShardedDataset(ShardedData):
         self._between_batches()
         return self._through_changes(self._cursor.start(), self._give_out)
 
+    def _column_length(self, epoch: int) -> int | None:
+        stages = [stage for stage in self._cursor.stages if stage.reached(epoch)]
+        return -(-num_left_over(len(self._dataset), stages, epoch) // self._world.size)
+
     def _give_out(self, iteration: Iteration) -> Iterator[Any]:
+        iteration.num_items = self._column_length(iteration.epoch) if self._world.sample_counts.in_training else None
         order = shuffled(len(self._dataset), self._seed, iteration.epoch)
         get = self._dataset.__getitem__
         return in_turn(order, self._cursor, iteration, get, self._between_batches)

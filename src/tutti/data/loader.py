@@ -57,7 +57,9 @@ class ShardedLoader(ShardedData):
 
         A rank that has no sample in a step loads some others, so that it can take part.
         """
-        batches = self._batches_of_rank(iteration.epoch)[iteration.first :]
+        batches = self._batches_of_rank(iteration.epoch)
+        iteration.num_items = len(batches)
+        batches = batches[iteration.first :]
         worker_seed = self._cursor.worker_seed(lambda: draw_seed(self._source.generator))
         placeholder = next(filter(None, batches), self._placeholder)
         loaded = self._rank_loader.load([batch or placeholder for batch in batches], worker_seed)
@@ -104,6 +106,15 @@ class ShardedLoader(ShardedData):
                 set_generator(self._source.generator, state["loader_generator"])
             self._order.load(state)
         self._num_steps = self._count_steps()
+
+    def regroup(self, positions: list[list[int]]) -> None:
+        super().regroup(positions)
+        self._num_steps = self._count_steps()
+
+    def _column_length(self, epoch: int) -> int | None:
+        if isinstance(self._order, DrawnOrder):
+            return None  # A draw may be a collective call, and cannot be repeated.
+        return len(self._batches_of_rank(epoch))
 
     def export(self) -> dict[str, Any]:
         """Return the position and the order as a state that a new rank of this world can load. Not collective."""

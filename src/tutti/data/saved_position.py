@@ -20,6 +20,8 @@ class SavedPosition:
     """Of each rank: its epoch, and the items of it that are committed."""
     stages: tuple[Stage, ...]
     worker_seeds: tuple[int | None, ...]
+    loop_epoch: int = 0
+    """Epoch that loops are in, where it is later than the positions: sent to ranks that join an elastic world."""
 
     @classmethod
     def read(cls, state: Any, data: Mapping[str, Any]) -> "SavedPosition":
@@ -36,7 +38,8 @@ class SavedPosition:
                 raise ValueError("it has no ranks")
             if len(seeds) != len(positions):
                 raise ValueError(f"{len(positions)} ranks have {len(seeds)} seeds")
-            return cls(_count(state["num_parts"], 1), positions, stages, seeds)
+            loop_epoch = _count(state.get("loop_epoch", 0))
+            return cls(_count(state["num_parts"], 1), positions, stages, seeds, loop_epoch)
 
 
 @contextmanager

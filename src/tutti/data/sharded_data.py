@@ -1,5 +1,6 @@
 """`ShardedData`: epochs and position of data that is divided between ranks, whatever its kind."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -7,10 +8,18 @@ from typing import Any, Self
 
 from tutti.coordination.activity import IDLE, Activity
 from tutti.data.cursor import Cursor, Iteration
+from tutti.data.trail import Trail
 from tutti.errors import ConfigError
 from tutti.world import World
 
+_LOOK_S = 0.002
+"""How often a rank at the end of its data looks whether ranks change, after a loss."""
+
 _numbers = count()
+
+
+class _RanksHaveChanged(Exception):
+    """Ends a wait for ranks that are others now."""
 
 
 class ShardedData(ABC):
@@ -21,6 +30,8 @@ class ShardedData(ABC):
         self._cursor = cursor
         self.number = next(_numbers)
         """Its number among all that this process has made, in the order in which it made them."""
+        self._last_epoch: int | None = None
+        """The last epoch of the run, if `epochs` was told."""
 
     def _take_over(self) -> None:
         """Continue where the other ranks are, on a rank that has joined an elastic world. Called when all is set up."""
@@ -47,22 +58,78 @@ class ShardedData(ABC):
         """Yield the items of a loop, also after the ranks of an elastic world have changed.
 
         Args:
-            give_out: yields the items of this rank, and stops early when `_between_batches` returns True.
+            give_out: yields the items of this rank in an epoch, and stops early when `_between_batches` returns True.
         """
-        current: Iteration | None = first
-        while current is not None:
-            num_regroupings = self._cursor.num_regroupings
+        cursor, current = self._cursor, first
+        loop_epoch = cursor.loop_epoch
+        while True:
             yield from give_out(current)
-            if self._cursor.num_regroupings == num_regroupings:
+            if self._world.elastic is None:
                 return
-            current = self._cursor.start_again(current)
+            # Of the same epoch with other ranks, or of the next one, if this was one that others had not used up.
+            if not cursor.goes_on(loop_epoch) and not self._comes_back(loop_epoch):
+                return
+            current = cursor.start()
+
+    def _comes_back(self, loop_epoch: int) -> bool:
+        """At the end of the last loop, wait for the other ranks; return whether one was lost and has left something.
+
+        Ended by the other ranks, which come to this place too, or are lost. Then the coordinator has ranks change,
+        which is waited for.
+        """
+        elastic, counts = self._world.elastic, self._world.sample_counts
+        is_last = loop_epoch == self._last_epoch and not self._cursor.is_iterated
+        if elastic is None or elastic.regrouping is None or not is_last or not counts.in_training:
+            return False
+        if all(exchange.equal_after_steps for exchange in self._world.usage.exchanges):
+            return False  # All ranks take their last step together.
+        before = self._cursor.num_regroupings
+        try:
+            present = self._world.collective(lambda: self._who_is_at_the_end(before))
+        except _RanksHaveChanged:
+            present = None
+        deadline_s = time.monotonic() + self._world.transport.timeout.total_seconds()
+        while present is not None and len(present) < self._world.size and self._cursor.num_regroupings == before:
+            self._world.boundary()
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(_LOOK_S)
+        return self._cursor.num_regroupings != before and self._cursor.goes_on(loop_epoch)
+
+    def _who_is_at_the_end(self, num_regroupings: int) -> list[int]:
+        """Return the ranks that have come to the end of the last loop. Collective."""
+        if self._cursor.num_regroupings != num_regroupings:
+            raise _RanksHaveChanged  # What a lost rank has left comes first.
+        with self._world.waiting():
+            present: list[int] = self._world.calls.call("the end of the data", None, sorted, elastic=True)
+            return present
 
     # For `tutti.job.elastic`, while the ranks of an elastic world change.
 
     @property
     def position(self) -> tuple[int, int]:
-        """Epoch and number of items of this rank that are committed."""
-        return self._cursor.position
+        """Epoch and number of items of this rank that are committed; the next epoch where that is all of them."""
+        epoch, num_items = self._cursor.position
+        return (epoch + 1, 0) if self._cursor.is_end(epoch, num_items) else (epoch, num_items)
+
+    @property
+    def trail(self) -> list[list[int]]:
+        """The positions of this rank after each of its steps since ranks have changed (`Trail.export`)."""
+        return self._cursor.trail.export()
+
+    def position_after(self, trail: list[list[int]], num_steps: int) -> list[int]:
+        """Return where a rank was after a number of steps, from the trail of any rank.
+
+        Called before ranks change. Where the trail is shorter, the loop is taken to have gone on as before.
+        """
+        epoch, num_items = Trail.read(trail).after(num_steps)
+        while (length := self._column_length(epoch)) is not None and num_items >= length:
+            epoch, num_items = epoch + 1, num_items - length
+        return [epoch, num_items]
+
+    def _column_length(self, epoch: int) -> int | None:
+        """Number of items of a rank in an epoch, as it is divided now; None if it is not known."""
+        return None
 
     @property
     def agreed_position(self) -> tuple[int, int]:
@@ -78,8 +145,8 @@ class ShardedData(ABC):
         self._cursor.regroup(positions)
 
     def interrupted(self) -> None:
-        """End loops that are under way: a position was loaded in the middle of them."""
-        self._cursor.num_regroupings += 1
+        """A position was loaded in the middle of loops, which continue from it."""
+        self._cursor.changed()
 
     def export(self) -> dict[str, Any]:
         """Return the position as a state that a new rank of this world can load. Not collective."""
@@ -101,14 +168,18 @@ class ShardedData(ABC):
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch that is under way, or of the next one where none is."""
-        return self._cursor.epoch
+        """Number of the epoch that is under way, or of the next one where none is.
+
+        After the loss of a rank that was behind, a loop also gives out what that has left of the epoch before.
+        """
+        return self._cursor.loop_epoch
 
     def epochs(self, num_epochs: int) -> Iterator[Self]:
         """Yield this data once per epoch until `num_epochs` are done, those of a loaded state included.
 
         An epoch whose loop is left early counts as done.
         """
+        self._last_epoch = num_epochs - 1
         for epoch in range(self.epoch, num_epochs):
             self.set_epoch(epoch)
             yield self

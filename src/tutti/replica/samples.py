@@ -29,6 +29,8 @@ class SampleCounts:
         """Batches that had been given out when gradients were last exchanged."""
         self.num_committed = 0
         """Batches that had been given out when an optimiser last took a step: they are used."""
+        self.num_steps = 0
+        """Steps of optimisers so far, void ones included."""
         self.shard: list[int] = [-1] * len(SHARD_SETTINGS)
         """Settings of the data that a training loop draws from, as `SHARD_SETTINGS`; -1 for what is not known."""
         self.models: WeakSet[nn.Module] = WeakSet()
@@ -47,6 +49,7 @@ class SampleCounts:
     def commit(self) -> None:
         """Record that an optimiser has taken a step, or a void one, with the batches that were given out."""
         self.num_committed = self.num_batches
+        self.num_steps += 1
 
     def commit_void_steps(self) -> None:
         """Record steps that were skipped, of which no optimiser tells: their batches are used, as those of others.

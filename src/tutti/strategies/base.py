@@ -11,7 +11,7 @@ in every step; `consensus` and `restore_local` around evaluation and saving; `fi
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch.optim import Optimizer
 
@@ -25,6 +25,15 @@ from tutti.strategies.compatibility import ADDED_SUMS, COMMON, OWN_SUMS, WORKS, 
 from tutti.strategies.rates import SAME_RATE, LearningRateRule
 from tutti.strategies.resumable import Resumable
 from tutti.transports import Transport
+
+
+class KnownSteps(NamedTuple):
+    """How many steps of a rank are in the model with which the others go on without it."""
+
+    complete: int
+    """Steps that are in it as a whole."""
+    begun: int
+    """Steps of which a part may be in it: those that are not complete are in it in part, or lost."""
 
 
 class Exchange(Resumable):
@@ -122,6 +131,19 @@ class Exchange(Resumable):
     @property
     def num_lost(self) -> int:
         """Number of ranks without which this one goes on."""
+        return 0
+
+    def steps_of(self, rank: int) -> KnownSteps | None:
+        """Return how many steps of another rank are in the model, since this exchange was made; None if none of them.
+
+        Where the others go on without a lost rank, its samples are used up to there. All living ranks may know another
+        number, of which the highest counts: no sample is used twice.
+        """
+        return None
+
+    @property
+    def num_cut_short(self) -> int:
+        """Number of steps of a part of the model that a lost rank had begun, and that count as taken."""
         return 0
 
     def leave(self) -> None:

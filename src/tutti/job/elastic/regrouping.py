@@ -44,6 +44,7 @@ from tutti.errors import ConfigError, RankLost, TooFewWorkers
 from tutti.job.attach import attach_again
 from tutti.job.elastic.transfer import share_state
 from tutti.replica.state import load_model_state, load_optimizer_state
+from tutti.strategies.base import KnownSteps
 from tutti.strategies.saved_state import for_new_ranks, from_sent, of_this_rank
 from tutti.world import Elasticity, World
 
@@ -208,12 +209,18 @@ class ElasticJob:
 
     def _info(self) -> dict[str, Any]:
         """Return what all others learn of this rank when it enters a generation."""
-        equal = self._the_job._exchange.equal_after_steps
+        exchange, generation = self._the_job._exchange, self._elastic.member.generation
+        assert generation is not None
+        others = (rank for rank in range(len(generation.members)) if rank != self._elastic.member.rank)
+        known = {str(rank): exchange.steps_of(rank) for rank in others} if exchange.tolerates_loss else {}
+        equal = exchange.equal_after_steps
         return {
             "progress": self._progress,
             "digest": _digest(self._state_of_strategy),
             "positions": [list(data.position) for data in self._data],
             "agreed": [list(data.position if equal else data.agreed_position) for data in self._data],
+            "trails": [data.trail for data in self._data] if known else [],
+            "steps": {rank: list(steps) for rank, steps in known.items() if steps is not None},
         }
 
     @property
@@ -224,10 +231,11 @@ class ElasticJob:
     def _go_on(self, old: Generation, new: Generation) -> None:
         """Continue in a new generation, on a rank that was in the one before. Collective."""
         world, first = self._world, new.members[_source(new)].info
+        positions = [_positions(data, old, new, first, number) for number, data in enumerate(self._data)]
         world.rank, world.size = self._elastic.member.rank, len(new.members)
         # Before anything that may fail: all ranks that come here do the same with the same numbers.
-        for number, data in enumerate(self._data):
-            data.regroup(_positions(old, new, first, number))
+        for data, each in zip(self._data, positions, strict=True):
+            data.regroup(each)
         transport = self._elastic.connections.connect(new)
         world.renew(transport.rank, transport.size, transport)
         self._synchronise(new)
@@ -332,7 +340,7 @@ def begin_generation(job: "Job", state: dict[str, Any]) -> None:
     job.world.usage.exchanges.add(exchange)
 
 
-_NOTHING = {"progress": -1, "digest": "", "positions": [], "agreed": []}
+_NOTHING = {"progress": -1, "digest": "", "positions": [], "agreed": [], "trails": [], "steps": {}}
 """What a rank says of itself that has joined, and has not taken over anything yet."""
 
 
@@ -342,19 +350,36 @@ def _source(new: Generation) -> int:
     return max(there, key=lambda rank: (new.members[rank].info["progress"], -rank))
 
 
-def _positions(old: Generation, new: Generation, first: dict[str, Any], number: int) -> list[list[int]]:
-    """Return how far every rank of the last generation was in the data of a number."""
+def _positions(
+    data: ShardedData, old: Generation, new: Generation, first: dict[str, Any], number: int
+) -> list[list[int]]:
+    """Return how far every rank of the last generation was in the data of a number: the same on all ranks."""
     infos = {each.description.id: each.info for each in new.members if each.after >= 0}
     positions = []
-    for each in old.members:
+    for rank, each in enumerate(old.members):
         info = infos.get(each.description.id)
-        if info is None:  # Lost: what it did since the last agreement is in nobody's model.
-            positions.append(first["agreed"][number])
-        elif info["progress"] < first["progress"]:  # It takes over what the others have.
-            positions.append(first["positions"][number])
-        else:
+        if info is not None:
+            # One that is behind takes over what the others have.
+            info = first if info["progress"] < first["progress"] else info
             positions.append(info["positions"][number])
+        elif (steps := _lost_steps(rank, new)) is not None and number < len(first["trails"]):
+            positions.append(data.position_after(first["trails"][number], steps.begun))
+        else:  # Lost: what it did since the last agreement is in nobody's model.
+            positions.append(first["agreed"][number])
     return positions
+
+
+def _lost_steps(rank: int, new: Generation) -> KnownSteps | None:
+    """Return how many steps of a lost rank are in the model, as those that were there with it know together.
+
+    What one of them has, all get when they agree. So the most that one has counts, lest a sample is used twice; and
+    complete is what all have that know anything.
+    """
+    known = [each.info["steps"][str(rank)] for each in new.members if str(rank) in each.info.get("steps", {})]
+    if not known:
+        return None
+    complete, begun = zip(*known, strict=True)
+    return KnownSteps(min(complete), max(begun))
 
 
 def _digest(parts: dict[str, Any]) -> str:

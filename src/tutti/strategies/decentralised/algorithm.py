@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tutti.replica import Replica
+from tutti.strategies.base import KnownSteps
 from tutti.strategies.decentralised.averaging_rounds import AveragingRounds, RoundPurpose, RoundResult
 from tutti.strategies.decentralised.flat_model import FlatModel
 from tutti.strategies.decentralised.packets import UpdatePackets
@@ -66,6 +67,10 @@ class PeerAlgorithm(ABC):
     @abstractmethod
     def exchange_step(self) -> None:
         """Exchange what the optimiser's step has changed, and load the result into the model."""
+
+    @abstractmethod
+    def steps_of(self, rank: int) -> KnownSteps | None:
+        """Return how many steps of another rank are in this rank's values, since it was made; None if none."""
 
     def add_change(self, change: Tensor) -> None:
         """Add what the user has changed since the last step; the next step adds it otherwise."""

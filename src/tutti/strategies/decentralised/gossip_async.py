@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from tutti.errors import PacketError
+from tutti.strategies.base import KnownSteps
 from tutti.strategies.decentralised.algorithm import PeerAlgorithm, PeerContext
 from tutti.strategies.decentralised.cost import MOST_STEPS
 from tutti.strategies.decentralised.graphs import topology_for
@@ -50,6 +51,10 @@ class AsyncGossip(PeerAlgorithm):
         self._requested: int | None = None
         """The neighbour whose reply is outstanding."""
         self._num_steps = 0
+        self._first_step = 0
+        """The clock at which this run, or part of a run, has begun."""
+        self._mixed: dict[int, int] = {}
+        """By rank: its steps in the last of its values that were averaged with these."""
         self._requested_at = 0
         """Number of steps at the last request."""
         # Another sequence on every rank: which neighbour is asked need not be agreed on.
@@ -61,6 +66,10 @@ class AsyncGossip(PeerAlgorithm):
 
     def metrics(self) -> dict[str, Any]:
         return {"spectral_gap": self.topology.over(sorted(self._group.alive)).spectral_gap}
+
+    def steps_of(self, rank: int) -> KnownSteps | None:
+        # Half of them reaches the others from here.
+        return KnownSteps(self._mixed[rank], self._mixed[rank]) if rank in self._mixed else None
 
     def exchange_step(self) -> None:
         self._context.wait(self._add_step(self._model.change_since(self._context.base)))
@@ -76,7 +85,7 @@ class AsyncGossip(PeerAlgorithm):
         return self._values, 1.0
 
     def restart(self, values: Tensor, weight: float, clock: int) -> Operation:
-        self._num_steps = self._requested_at = clock
+        self._num_steps = self._requested_at = self._first_step = clock
         if not self._model.sizes_only:
             self._values.copy_(values)
         self._copy_values()
@@ -95,9 +104,12 @@ class AsyncGossip(PeerAlgorithm):
             self._requested = self._random.choice(neighbours)
             self._requested_at = self._num_steps
             values = self._model.copy(self._values)  # The values may change before the message is sent.
-            header = PeerMessageHeader(PeerMessageKind.PAIR_REQUEST, clock=self._num_steps, num_bytes=values.nbytes)
-            self._group.send(self._requested, header, values)
+            self._group.send(self._requested, self._header(PeerMessageKind.PAIR_REQUEST, values), values)
         self._rounds.send_keep_alives()
+
+    def _header(self, kind: PeerMessageKind, values: Tensor) -> PeerMessageHeader:
+        steps = self._num_steps - self._first_step
+        return PeerMessageHeader(kind, clock=self._num_steps, num_bytes=values.nbytes, steps=steps)
 
     def _copy_values(self) -> None:
         """Make `base` the values of this moment, from which the next step is computed."""
@@ -124,12 +136,13 @@ class AsyncGossip(PeerAlgorithm):
         elif header.kind == PeerMessageKind.PAIR_REQUEST:
             assert payload is not None
             self._move_half_way(payload)  # The payload now holds the change: it is sent back without a copy.
-            reply = PeerMessageHeader(PeerMessageKind.PAIR_REPLY, clock=self._num_steps, num_bytes=payload.nbytes)
-            self._group.send(peer, reply, payload)
+            self._mixed[peer] = header.steps
+            self._group.send(peer, self._header(PeerMessageKind.PAIR_REPLY, payload), payload)
         # Any other reply was not asked for, and is ignored.
         elif peer == self._requested:
             if payload is not None:
                 self._add(payload, -1.0)
+                self._mixed[peer] = header.steps
             self._requested = None
 
     @torch.no_grad()

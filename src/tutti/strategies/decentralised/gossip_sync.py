@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from tutti.errors import PacketError
+from tutti.strategies.base import KnownSteps
 from tutti.strategies.decentralised.algorithm import PeerAlgorithm, PeerContext
 from tutti.strategies.decentralised.averaging_rounds import RoundPurpose, RoundResult
 from tutti.strategies.decentralised.graphs import Graph, ring, topology_for
@@ -52,8 +53,11 @@ class SyncGossip(PeerAlgorithm):
         self._values = self._model.copy(context.base)
         self._weight = 1.0
         """Push-sum weight; stays 1 for undirected graphs."""
-        self._received: dict[tuple[int, int, int], tuple[Tensor | None, float]] = {}
-        """Values and weights of neighbours, by round, clock and rank."""
+        self._received: dict[tuple[int, int, int], tuple[Tensor | None, float, int]] = {}
+        """Values and weights of neighbours, and the number of steps in them, by round, clock and rank."""
+        self._num_steps = 0
+        self._mixed: dict[int, int] = {}
+        """By rank: its steps in the last of its values that were mixed."""
 
     def start(self) -> None:
         # The first mix needs the initial values of all neighbours.
@@ -65,6 +69,10 @@ class SyncGossip(PeerAlgorithm):
 
     def metrics(self) -> dict[str, Any]:
         return {"spectral_gap": self.topology.spectral_gap}
+
+    def steps_of(self, rank: int) -> KnownSteps | None:
+        # Steps in values that were mixed are in this rank's values in part, and reach the others from here.
+        return KnownSteps(self._mixed[rank], self._mixed[rank]) if rank in self._mixed else None
 
     def exchange_step(self) -> None:
         self._context.wait(self._mix(self._model.change_since(self._context.base)))
@@ -105,9 +113,10 @@ class SyncGossip(PeerAlgorithm):
         received = {peer: self._received.get((self._round, self._step, peer)) for peer in factors}
         # The share of a neighbour that did not send is taken from this rank's values: factors still add up to 1.
         local_factor += sum(factor for peer, factor in factors.items() if received[peer] is None)
-        mixed = [(factors[peer], *message) for peer, message in received.items() if message is not None]
+        mixed = [(factors[peer], *message[:2]) for peer, message in received.items() if message is not None]
         self._combine(local_factor, mixed, change)
-        self._step += 1
+        self._mixed |= {peer: message[2] for peer, message in received.items() if message is not None}
+        self._step, self._num_steps = self._step + 1, self._num_steps + 1
         self._forget_old()  # Values of this clock are mixed; late ones of absent neighbours are of no use any more.
         self._rounds.send_keep_alives()
         if not self._needs_regroup():  # Otherwise the round that follows sends, over the new topology.
@@ -153,7 +162,7 @@ class SyncGossip(PeerAlgorithm):
             # Messages are sent while the next step changes the values.
             values = self._model.copy(self._values)
             header = PeerMessageHeader(
-                PeerMessageKind.VALUES, self._round, rank, self._step, values.nbytes, self._weight
+                PeerMessageKind.VALUES, self._round, rank, self._step, values.nbytes, self._weight, self._num_steps
             )
             for index in targets:
                 if not self._is_absent(self._members[index]):
@@ -172,7 +181,7 @@ class SyncGossip(PeerAlgorithm):
             return
         # Values of a later round too: the peer has learnt its result before this rank. Older ones come too late.
         if (header.number, header.clock) >= (self._round, self._step):
-            self._received[header.number, header.clock, peer] = payload, header.weight
+            self._received[header.number, header.clock, peer] = payload, header.weight, header.steps
 
     def round_finished(self, result: RoundResult) -> None:
         rank = self._context.rank

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from tutti.errors import PacketError
+from tutti.strategies.base import KnownSteps
 from tutti.strategies.decentralised.algorithm import PeerAlgorithm, PeerContext
 from tutti.strategies.decentralised.averaging_rounds import RoundResult
 from tutti.strategies.decentralised.packets import UpdatePackets
@@ -64,6 +65,9 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
     def metrics(self) -> dict[str, Any]:
         """`staleness[k]` counts this rank's updates that were computed while k updates of other ranks arrived."""
         return {"staleness": dict(sorted(self._staleness.items()))}
+
+    def steps_of(self, rank: int) -> KnownSteps:
+        return KnownSteps(self._inbox.num_applied(rank), self._inbox.last_applied(rank))
 
     # Steps
 

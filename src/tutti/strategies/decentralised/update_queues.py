@@ -25,6 +25,10 @@ class UpdateInbox:
         """By origin: all updates up to this number are applied."""
         self._acknowledged = dict(self._in_order)
         """By origin: the number that was last acknowledged to it."""
+        self._highest = dict(self._in_order)
+        """By origin: the highest number that has arrived."""
+        self._last_applied = dict(self._in_order)
+        """By origin: the highest number of an update that is applied, also behind a gap."""
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -36,6 +40,7 @@ class UpdateInbox:
         if in_order is None or number <= in_order or (origin, number) in self._out_of_order:
             return False
         self._out_of_order.add((origin, number))
+        self._highest[origin] = max(self._highest[origin], number)
         # The update may have filled a gap: count all that now follow without one.
         while (origin, self._in_order[origin] + 1) in self._out_of_order:
             self._in_order[origin] += 1
@@ -53,11 +58,15 @@ class UpdateInbox:
             if message is not None:
                 apply(origin, message)
         # Up to the first gap only: what arrived behind a gap is applied, but counts once the gap is filled.
-        self._applied = dict(self._in_order)
+        self._applied, self._last_applied = dict(self._in_order), dict(self._highest)
 
     def num_applied(self, origin: int) -> int:
         """Return the number up to which all updates of a rank are applied."""
         return self._applied[origin]
+
+    def last_applied(self, origin: int) -> int:
+        """Return the highest number of a rank's updates that are applied."""
+        return self._last_applied[origin]
 
     def unacknowledged(self, at_least: int) -> list[int]:
         """Return the ranks of which this many updates or more are applied, but not acknowledged."""

@@ -48,8 +48,8 @@ class PeerMessageKind(IntEnum):
     """This is the sender's last message."""
 
 
-# Little-endian, 48 bytes: kind, number, origin, clock and bytes as int64, then the weight as float64.
-_LAYOUT = Struct("<qqqqqd")
+# Little-endian, 56 bytes: kind, number, origin, clock and bytes as int64, the weight as float64, and steps as int64.
+_LAYOUT = Struct("<qqqqqdq")
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,12 @@ class PeerMessageHeader:
     """Bytes of the payload."""
     weight: float = 1.0
     """Push-sum weight."""
+    steps: int = 0
+    """Of values: the sender's steps that are in them. Not its clock, which rounds make equal on all ranks."""
 
     def pack(self) -> Tensor:
         """Return the header as bytes."""
-        fields = (self.kind, self.number, self.origin, self.clock, self.num_bytes, self.weight)
+        fields = (self.kind, self.number, self.origin, self.clock, self.num_bytes, self.weight, self.steps)
         # A bytearray, because torch warns of memory that cannot be written.
         return torch.frombuffer(bytearray(_LAYOUT.pack(*fields)), dtype=torch.uint8)
 

@@ -37,6 +37,9 @@ class ShardCounters:
         # What workers publish of themselves: what they have pushed, and whether they are waited for.
         self.clock = layout.allocate(num_buckets, num_workers)
         """[bucket, worker]: number of updates pushed. Written by the owner, after the gradient."""
+        self.num_steps = layout.allocate(num_buckets, num_workers)
+        """[bucket, worker]: number of steps whose gradient the owner has pushed, or begun to apply. Not the clock,
+        which moves on when the owner joins. Written by the owner, before its clock."""
         self.first_clock = layout.allocate(num_buckets, num_workers)
         """[bucket, worker]: the first clock since the owner joined last; below it the owner pushed nothing."""
         self.is_member = layout.allocate(num_buckets, num_workers)
@@ -61,6 +64,9 @@ class ShardCounters:
         """The version that all shards are being stepped to together; 0 if none is. Written by the lock holder."""
         self.joint_clocks = layout.allocate(num_workers)
         """[worker]: 1 + clock of the worker's update in that joint step; 0 if it has none."""
+
+        self.num_cut_short = int(layout.allocate(1)[0])
+        """Steps of the optimiser that a lost lock holder had begun. Whoever takes its lock over adds 1, atomically."""
 
     def open(self, flags: "Flags") -> None:
         """Use the counters of `flags`."""
@@ -87,6 +93,10 @@ class ShardCounters:
     def publish_clock(self, bucket_index: int, worker: int, clock: int) -> None:
         """Set a worker's clock, after the gradient that it announces."""
         self.flags.publish(int(self.clock[bucket_index, worker]), clock)
+
+    def count_step(self, bucket_index: int, worker: int) -> None:
+        """Count a step of a worker, before what makes its gradient visible: its publish comes later."""
+        self.values[self.num_steps[bucket_index, worker]] += 1
 
     def publish_applied(self, shard_index: int, worker: int, num_applied: int) -> None:
         """Set how many updates of a worker are in a shard's version."""

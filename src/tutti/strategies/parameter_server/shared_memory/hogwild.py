@@ -34,7 +34,7 @@ from tutti.errors import NonFiniteLoss
 from tutti.events import APPLY, EXCHANGE, PULL, READ, Event
 from tutti.replica import HookedReplica
 from tutti.replica.buckets import Slot, like
-from tutti.strategies.base import Exchange
+from tutti.strategies.base import Exchange, KnownSteps
 from tutti.strategies.parameter_server.saved_state import ServedModel
 from tutti.strategies.parameter_server.shard_optimizer import clip_factor, reject_closure
 from tutti.strategies.parameter_server.shared_memory.counters import CounterLayout
@@ -76,6 +76,8 @@ class HogwildWorker(ServedModel, Exchange):
         registry_counters = RegistryCounters(layout, transport.size)
         self._version_counter, self._lock = int(layout.allocate(1)[0]), int(layout.allocate(1)[0])
         self._clock_counters = layout.allocate(transport.size)
+        self._begun_counters = layout.allocate(transport.size)
+        """By worker: steps that it has begun, of which all but the last are in its clock."""
         self._flags = transport.flags(layout.num_counters)
         self._registry = WorkerRegistry(
             transport,
@@ -158,6 +160,11 @@ class HogwildWorker(ServedModel, Exchange):
     def is_leader(self) -> bool:
         return self._registry.is_leader
 
+    def steps_of(self, rank: int) -> KnownSteps:
+        # A step that was begun may be half written: it counts as used.
+        counters = self._flags.counters
+        return KnownSteps(int(counters[self._clock_counters[rank]]), int(counters[self._begun_counters[rank]]))
+
     def before_step(self) -> None:
         """Point the parameters at shared memory; take the lock if the optimiser's state is not all shared yet."""
         weight = self.replica.take_samples()
@@ -173,6 +180,7 @@ class HogwildWorker(ServedModel, Exchange):
         self._staleness[staleness] += 1
         self.events.record(Event(READ, now, now, 0, (0, self._clock, self._base_version)))
         self._scale_gradients(self._consistency.scale(staleness, self.transport.size))
+        self._flags.counters[self._begun_counters[self._rank]] = self._clock + 1
         # From here until `after_step`, the user's optimiser changes the shared parameters in place.
         for tensor, view in zip(self._parameters, self._shared_parameters, strict=True):
             tensor.data = view

@@ -75,6 +75,8 @@ class JointStepper(Stepper):
         # `shard_index` is that of the joint lock: no worker takes another shard's lock.
         counters = self._counters
         version = counters.flags.value(counters.joint_version)
+        if version:
+            counters.flags.advance(counters.num_cut_short)
         for shard in self._context.parameters.shards if version else ():
             if counters.version_of(shard.index) < version:
                 counters.publish_version(shard.index, version)

@@ -50,6 +50,8 @@ class GradientPusher:
             # Gradient first, then clock: a worker that sees the clock (acquire) also sees the gradient.
             context.pushes.write(bucket, clock, (weight, norm, is_void), options, local.base_versions)
             if bound is not None:
+                # Just before: killed in between, a worker has this step counted and not used.
+                context.counters.count_step(index, context.rank)
                 context.counters.publish_clock(index, context.rank, local.clock)
                 self._stepper.step_due([index])
             # Counting: the update is published as a whole, once backward has filled its last bucket.
@@ -64,6 +66,7 @@ class GradientPusher:
         counters.values[counters.arrival[rank]] = counters.flags.advance(counters.num_arrivals)
         # Bucket 0 last: joint steps look at its clock alone, and then find the whole update.
         for index, local in reversed(list(enumerate(self._context.buckets))):
+            counters.count_step(index, rank)
             counters.publish_clock(index, rank, local.clock)
         # Updates that are counted and not applied at once are always stepped jointly: any bucket stands for all.
         self._stepper.step_due([last_bucket])
@@ -78,6 +81,7 @@ class GradientPusher:
         context.registry.check_stop(context.replica.steps)
         flags = np.array(gradient_flags(bucket), dtype=bool)
         local = context.buckets[bucket.index]
+        context.counters.count_step(bucket.index, context.rank)
         for shard, base_version in zip(context.parameters.by_bucket[bucket.index], local.base_versions, strict=True):
             has_grad = flags[[segment.slot_index for segment in shard.segments]]
             gradient = bucket.flat[shard.bucket_range]

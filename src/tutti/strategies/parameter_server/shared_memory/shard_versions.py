@@ -128,4 +128,5 @@ class ShardVersions:
         """Count a step that a lost worker had begun as taken."""
         begun = self._counters.stepping_of(shard_index)
         if begun > self._counters.version_of(shard_index):
+            self._counters.flags.advance(self._counters.num_cut_short)
             self._counters.publish_version(shard_index, begun)

@@ -7,6 +7,7 @@ import torch
 
 from tutti.replica import Bucket, Replica
 from tutti.replica.buckets import Slot
+from tutti.strategies.base import KnownSteps
 from tutti.strategies.parameter_server.optimizer_options import OptimizerOptions
 from tutti.strategies.parameter_server.shard_optimizer import merge_segment_states
 from tutti.strategies.parameter_server.shared_memory.context import (
@@ -118,6 +119,21 @@ class SharedMemoryWorker(ParameterServerWorker):
     @property
     def is_leader(self) -> bool:
         return self._context.registry.is_leader
+
+    def steps_of(self, rank: int) -> KnownSteps:
+        counters = self._context.counters
+        pushed = counters.values[counters.num_steps[:, rank]]
+        if applies_own_updates(self._consistency):
+            # It steps shard by shard, and its clock says how many of these steps it has come to the end of.
+            return KnownSteps(int(counters.values[counters.clock[:, rank]].min()), int(pushed.max()))
+        if self._consistency.bound is None:
+            return KnownSteps(int(pushed[0]), int(pushed[0]))  # Bucket 0 stands for the whole update.
+        # What is pushed is applied, also after a loss; killed within its pushes, a rank is in some shards only.
+        return KnownSteps(int(pushed.min()), int(pushed.max()))
+
+    @property
+    def num_cut_short(self) -> int:
+        return self._context.counters.flags.value(self._context.counters.num_cut_short)
 
     def _push(self, bucket: Bucket, norm: float) -> None:
         self._pusher.push(bucket, self._weight, norm, self._options, self._is_void(bucket))
