@@ -37,6 +37,9 @@ _LONGEST_TEXT = 1000
 _LONGEST_STACK = 16_000
 """Characters of a stack that are reported: its innermost part."""
 
+MEMBERSHIP_ACTION = "come: the run changes its members"
+"""What a process waits for others to do that is between two generations of an elastic world."""
+
 IDLE = "outside of a step"
 """The phase of a process whose training loop does something that Tutti does not see."""
 

@@ -3,7 +3,7 @@
 How it works
 ------------
 Two threads are involved. The training thread calls everything but `_changed`, which the thread of the connection calls
-whenever the coordinator has told something.
+whenever the coordinator has told something. `_lock` guards what both use; nothing is sent while it is held.
 
 A generation can end between any two steps. `stops_here` is called there, and counts the steps of this generation:
 `_steps` of them are over, so the next place where this rank can stop is after `_steps` steps. When the coordinator asks
@@ -12,18 +12,25 @@ training thread computes or waits for another rank: so the answer never has to w
 training thread does not pass that place before it knows where all stop (`switch`), which is at or behind it. No rank
 can be needed by others before that: the others answer as soon as they are asked, too.
 
+A coordinator that was started anew gets from the outbox: that this process asks for a generation (`enter`) or is in one
+(`belongs`), never both; and what it has answered (`boundary`), which is the switch once that is known, so that the
+new coordinator decides the same. It may ask this process to describe its generation (`recall`).
+
 Waits: `enter` and `stops_here` end when the coordinator has answered, which it does when all living members have
-asked, or answered; and when this process is excluded (`RankLost`).
+asked, or answered; when this process is excluded, or the coordinator was in the process of a rank that is lost
+(`RankLost`); and when there is no place for this process (`EnvironmentConflict`).
 """
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any
 
+from tutti.coordination.activity import MEMBERSHIP_ACTION
 from tutti.coordination.description import MemberDescription
 from tutti.coordination.frames import Message
-from tutti.coordination.member import Member
+from tutti.coordination.member import Member, check_coordinator
 from tutti.errors import EnvironmentConflict
 
 
@@ -72,8 +79,10 @@ class ElasticMember:
         self._steps = 0
         self._answered: int | None = None
         """The number of steps with which this process has answered, in this generation."""
-        self._leaves = False
-        member.on_change(self._changed)
+        self._wanted = -1
+        """The last generation that this process has asked to end."""
+        self._has_departed = self._has_finished = False
+        self._listening = member.on_change(self._changed)
 
     @property
     def number(self) -> int:
@@ -91,40 +100,29 @@ class ElasticMember:
         """Ask for the next generation, and wait until it is formed.
 
         Args:
-            info: a few values that all other members get.
-            ready: with False, return None at once if the world has begun without this process.
+            info: a few values that all other members get (`generations.LONGEST_INFO`).
+            ready: with False, take part in the first generation, or return None at once if the world has begun without
+                this process, which then enters again when it is ready for a later one.
 
         Raises `EnvironmentConflict` if there is no place for this process.
         """
-        member, before = self.member, self.number
+        known, before, key = self.member.known, self.number, ("enter", self.name)
 
         def formed() -> bool:
-            return member.known.generations.get(self.name, {"number": -1})["number"] > before
+            return self._newest > before
 
-        limits = {
-            "minimum": self.limits.minimum,
-            "maximum": self.limits.maximum,
-            "expected": self.limits.expected,
-        }
-        key = ("enter", self.name)
-        message = {"op": "enter", "scope": self.name, "after": before, "ready": int(ready), **limits, "info": info}
-        member.send(key, message)
-        others = [each.description.rank for each in self.generation.members] if self.generation else []
-        action = "come: the world changes its members"
+        self.member.outbox.withdraw(("belongs", self.name))
+        self._send("enter", after=before, ready=int(ready), **self._limits, info=info)
         try:
-            with member.activity.waiting(
-                [rank for rank in others if rank != member.description.rank], action, any_of=True, observed=False
-            ):
-                member.wait(lambda: formed() or (not ready and self.name in member.known.running), self.check, inf)
-        finally:
-            member.withdraw(key)
+            self._wait(lambda: formed() or (not ready and self.name in known.running))
+        except BaseException:
+            self.member.outbox.withdraw(key)
+            raise
+        self.member.outbox.withdraw(key)
         if not formed():
             return None
-        self._take(member.known.generations[self.name])
-        assert self.generation is not None
-        ids = [each.description.id for each in self.generation.members]
-        belongs = {"op": "belongs", "scope": self.name, "number": self.number, "members": ids, **limits}
-        member.send(("belongs", self.name), belongs)
+        self._take(known.generations[self.name])
+        self._send("belongs", number=self.number, **self._limits)
         return self.generation
 
     def _take(self, message: Message) -> None:
@@ -136,6 +134,7 @@ class ElasticMember:
             number = message["number"]
             self.generation = Generation(number, f"{self.name}.{number}", members, bool(message["too_few"]))
             self._steps, self._answered = 0, None
+        self.member.outbox.withdraw(("boundary", self.name), ("want", self.name))
         self._changed()  # It may be asked for a boundary already.
 
     def check(self) -> None:
@@ -151,40 +150,83 @@ class ElasticMember:
 
     def stops_here(self) -> bool:
         """Return whether this generation ends here, between two steps; otherwise count the step that follows."""
-        switch = self.member.known.switches
         with self._lock:
             if self._answered is None:
                 self._steps += 1
                 return False
-
-        def decided() -> bool:
-            return switch.get(self.name, (-1, 0))[0] == self.number
-
-        self.member.wait(decided, lambda: None, inf)
+        self._wait(lambda: self._switch is not None)
+        stop = self._switch
+        assert stop is not None
         with self._lock:
-            if self._steps >= switch[self.name][1]:
+            if self._steps >= stop:
                 return True
             self._steps += 1
             return False
 
     def leave(self) -> None:
-        """Have the generation end soon, because this process wants to leave."""
-        if not self._leaves:
-            self._leaves = True
-            self.member.send(("want", self.name), {"op": "want", "scope": self.name, "number": self.number})
+        """Have the present generation end soon, because this process wants to leave."""
+        if self._wanted < self.number:
+            self._wanted = self.number
+            self._send("want", number=self.number)
 
     def depart(self, *, finished: bool) -> None:
-        """Take no more part; `finished` says whether the training has come to its end."""
-        self.member.withdraw(("belongs", self.name))
-        self.member.send(("depart", self.name), {"op": "depart", "scope": self.name, "finished": int(finished)})
+        """Take no more part; `finished` says whether the training has come to its end. Idempotent."""
+        if self._has_departed and self._has_finished >= finished:
+            return
+        self._has_departed, self._has_finished = True, self._has_finished or finished
+        self._listening()
+        self.member.outbox.withdraw(*((op, self.name) for op in ("enter", "belongs", "want", "boundary")))
+        self._send("depart", **self._limits, finished=int(finished))
+
+    # The coordinator's side
+
+    @property
+    def _limits(self) -> dict[str, int]:
+        return asdict(self.limits)
+
+    @property
+    def _newest(self) -> int:
+        """The number of the newest generation with this process that was formed."""
+        formed = self.member.known.generations.get(self.name)
+        return -1 if formed is None else int(formed["number"])
+
+    @property
+    def _switch(self) -> int | None:
+        """After how many steps all members of the present generation stop; None while that is not known."""
+        number, steps = self.member.known.switches.get(self.name, (-1, 0))
+        return steps if number == self.number else None
+
+    def _send(self, op: str, **fields: Any) -> None:
+        """Send a message about this world, to later coordinators too."""
+        self.member.outbox.send((op, self.name), {"op": op, "scope": self.name, **fields})
+
+    def _wait(self, over: Callable[[], bool]) -> None:
+        """Wait for the coordinator, which waits for the other members that are alive."""
+        member = self.member
+
+        def check() -> None:
+            self.check()
+            check_coordinator(member)
+
+        members = self.generation.members if self.generation is not None else ()
+        others = {each.description.rank for each in members if each.description.id not in member.known.lost}
+        ranks = sorted(others - {member.description.rank})
+        with member.activity.waiting(ranks, MEMBERSHIP_ACTION, any_of=True, observed=False):
+            member.wait(over, check, inf)
 
     def _changed(self) -> None:
-        """Answer the coordinator, which asks where this process can stop. Called by any thread."""
+        """Answer the coordinator. Called by any thread."""
+        known, name = self.member.known, self.name
+        if known.recalls.pop(name, -1) >= 0 and self._newest >= 0:
+            self.member.outbox.post({**known.generations[name], "op": "recalled"})
         with self._lock:
-            if self.generation is None or self._answered is not None:
+            if self.generation is None:
                 return
-            if self.member.known.changes.get(self.name) != self.generation.number:
+            if self._answered is None and known.changes.get(name) == self.number:
+                self._answered = self._steps
+            elif self._answered is None or self._switch is None or self._switch <= self._answered:
                 return
-            self._answered, number = self._steps, self.generation.number
-        message = {"op": "boundary", "scope": self.name, "number": number, "steps": self._answered}
-        self.member.send(("boundary", self.name), message)
+            else:
+                self._answered = self._switch  # Of a coordinator that may be gone before all others have heard of it.
+            number, steps = self.number, self._answered
+        self._send("boundary", number=number, steps=steps)

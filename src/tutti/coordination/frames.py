@@ -17,6 +17,9 @@ HEADER = struct.Struct("!I")
 
 Fields = dict[str, type | tuple[type, ...]]
 
+_LIMITS: Fields = {"minimum": int, "maximum": int, "expected": int}
+"""How many members an elastic world may have, and how many its launcher has started."""
+
 SCHEMA: dict[str, Fields] = {
     # From members.
     "hello": {"version": str, "member": dict, "known": list, "lost": dict},
@@ -33,9 +36,10 @@ SCHEMA: dict[str, Fields] = {
     "ask_stack": {"rank": int},
     "stack": {"text": str},
     "bye": {},
-    "enter": {"scope": str, "after": int, "ready": int, "minimum": int, "maximum": int, "expected": int, "info": dict},
-    "belongs": {"scope": str, "number": int, "members": list, "minimum": int, "maximum": int, "expected": int},
-    "depart": {"scope": str, "finished": int},
+    "enter": {"scope": str, **_LIMITS, "after": int, "ready": int, "info": dict},
+    "belongs": {"scope": str, **_LIMITS, "number": int},
+    "recalled": {"scope": str, "number": int, "members": list, "too_few": int},
+    "depart": {"scope": str, **_LIMITS, "finished": int},
     "want": {"scope": str, "number": int},
     "boundary": {"scope": str, "number": int, "steps": int},
     # From the coordinator.
@@ -54,6 +58,7 @@ SCHEMA: dict[str, Fields] = {
     "table": {"request": int, "members": list},
     "stuck": {"reason": str},
     "generation": {"scope": str, "number": int, "members": list, "too_few": int},
+    "recall": {"scope": str, "number": int},
     "running": {"scope": str, "size": int},
     "change": {"scope": str, "number": int},
     "switch": {"scope": str, "number": int, "steps": int},

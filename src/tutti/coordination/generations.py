@@ -3,7 +3,8 @@
 How it works
 ------------
 An elastic world goes through generations 0, 1, 2, ... Each is a list of members, of which the n-th has rank n. Once it
-is formed it never changes. `GenerationTable` decides for all worlds of a job; members only ask.
+is formed it never changes. `GenerationTable` holds the worlds of a job, checks what members send, and passes it on to
+the world that it is about (`elastic_world`), which decides. Members only ask:
 
 - *enter*: a member has ended its part in its generation, or is new, and asks for the next one. The next one is formed
   when all living members of the present one have asked. So nobody waits for a lost member, and nobody is in two
@@ -11,265 +12,169 @@ is formed it never changes. `GenerationTable` decides for all worlds of a job; m
   maximum. Each enters with a few values of its own, which all get.
 - A new member asks twice: first whether the world has begun (`ready` is False where its answer may be "running"), and
   again when it has built its model. Only then do the others stop for it.
-- *depart*: a member has ended its training, or leaves on purpose. Nobody waits for it any more.
+- *depart*: a member has ended its training, or leaves on purpose. Nobody waits for it any more, and it does not return.
+- *want*, *boundary*: about the end of a generation in which nobody is lost.
+- *belongs*, *recalled*: which generation a member is in, and who else is.
 
-The first generation is formed when as many have asked as the launcher has started, or when the minimum has and nobody
-else came for `_SETTLE_S`. A later one with fewer members than the minimum waits as long as the launcher replaces lost
-workers. After that it is formed with `too_few`, so that its members save their state and end.
-
-Members change generations at different moments after a loss: each as soon as it notices. Where nobody is lost, and a
-new member waits or one wants to leave, nothing would end the steps under way. So the table sends *change*, each member
-answers with the number of steps after which it can stop (`boundary`), and all get the largest of these (*switch*).
-
-A coordinator that is started anew learns the present generation from its members (`belongs`), which then ask again. It
-forms the next one only when all members of the present one have connected or are lost.
+What a member can leave behind here is bounded: one request, boundary and wish for each of `_MOST_WORLDS` worlds, and
+values of `LONGEST_INFO` bytes with a request. All of it ends with the member.
 """
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
+from tutti.coordination.description import MemberDescription
+from tutti.coordination.elastic_world import ElasticWorld, MemberRequest, Members
 from tutti.coordination.frames import Message, ProtocolError
 
-_SETTLE_S = 1.0
-"""How long the first generation waits for more members after the last one that came, once it has the minimum."""
+MOST_WORKERS = 1_000
+"""Members of the largest elastic world: the description of a generation is one message (`frames.MAX_BYTES`)."""
+LONGEST_INFO = 64 << 10
+"""Bytes of the values with which a member enters, as JSON."""
 _MOST_WORLDS = 100
-_MOST_MEMBERS = 5_000
-_MOST_STEPS = 1 << 62
-
-
-@dataclass(frozen=True)
-class _Request:
-    """A member that asks for the next generation."""
-
-    after: int
-    """The generation that it was in; -1 if it is new."""
-    ready: bool
-    info: dict[str, Any]
-
-
-@dataclass(eq=False)
-class _World:
-    """The present generation of one world, and what its members ask for."""
-
-    minimum: int
-    maximum: int
-    expected: int
-    """Number of members that the launcher has started."""
-    number: int = -1
-    """Number of the present generation; -1 before the first."""
-    members: list[str] = field(default_factory=list)
-    """Ids of its members, by rank."""
-    announcement: Message = field(default_factory=dict)
-    """The message that told its members about it."""
-    departed: set[str] = field(default_factory=set)
-    """Those of them that have ended their part for good."""
-    is_finished: bool = False
-    """Whether one of them has come to the end of the training."""
-    requests: dict[str, _Request] = field(default_factory=dict)
-    """In the order in which they came."""
-    asked_at: float = 0.0
-    """When the last of them came."""
-    is_changing: bool = False
-    """Whether members were asked where they can stop."""
-    boundaries: dict[str, int] = field(default_factory=dict)
-    """Their answers."""
-    is_switching: bool = False
-    """Whether they were told where to stop."""
-
-    def newcomers(self) -> list[str]:
-        """New members that wait, the first one first."""
-        return [member for member, request in self.requests.items() if request.after < 0 and request.ready]
+_LONGEST_NAME = 1_000
+_LARGEST = 1 << 62
+"""Numbers of generations and steps are smaller."""
 
 
 class GenerationTable:
     """The elastic worlds of a job."""
 
-    def __init__(
-        self,
-        send: Callable[[str, Message], None],
-        describe: Callable[[str], dict[str, Any] | None],
-        meet: Callable[[str, list[str]], None],
-    ) -> None:
+    def __init__(self, members: Members, patience_s: float, now: float) -> None:
         """Start without any.
 
         Args:
-            send: sends a message to a member.
-            describe: returns a member's description; None if it is lost.
-            meet: called with the scope and the members of each generation.
+            members: who is there, and how to reach them.
+            patience_s: how long new members wait, at a coordinator that was started anew, for those that know the
+                present generation.
         """
-        self._send, self._describe, self._meet = send, describe, meet
-        self._worlds: dict[str, _World] = {}
+        self._members, self._patience_s, self._started = members, patience_s, now
+        self._worlds: dict[str, ElasticWorld] = {}
         self.replaces_workers = False
         """Whether the launcher starts workers in place of lost ones."""
+        self.handlers: dict[str, Callable[[str, Message, float], None]] = {
+            "enter": self.enter,
+            "belongs": self.belongs,
+            "recalled": self.recalled,
+            "depart": self.depart,
+            "want": self.want,
+            "boundary": self.boundary,
+        }
+        """What is called with a member, its message, and the time."""
+
+    def number_of(self, member: str) -> int | None:
+        """Return the number of the generation that a member is in; None if it is in none."""
+        return next((world.number for world in self._worlds.values() if member in world.members), None)
+
+    # Messages of members
 
     def enter(self, member: str, message: Message, now: float) -> None:
         """A member asks for the generation after its own."""
-        world = self._world(message)
-        after = message["after"]
-        if member in world.members and after < world.number:
-            # It was formed while the connection of this member was broken.
-            if world.announcement:
-                self._send(member, world.announcement)
+        after, info = _number(message, "after", least=-1), message["info"]
+        if len(json.dumps(info)) > LONGEST_INFO:
+            raise ProtocolError(f"a member enters with values of {LONGEST_INFO} bytes at most")
+        if (world := self._world(member, message)) is not None:
+            world.enter(member, MemberRequest(after, bool(message["ready"]), info), now)
+            self._advance(world, now)
+
+    def belongs(self, member: str, message: Message, now: float) -> None:
+        """A member says which generation it is in: when that has begun, and whenever it has connected."""
+        number = _number(message, "number")
+        if (world := self._world(member, message)) is not None:
+            world.belongs(member, number)
+            self._advance(world, now)
+
+    def recalled(self, member: str, message: Message, now: float) -> None:
+        """A member describes its generation to a coordinator that was started after it was formed."""
+        number, described = _number(message, "number"), message["members"]
+        if (world := self._worlds.get(message["scope"])) is None or number <= world.number:
             return
-        if after > world.number:
-            raise ProtocolError("a member of a generation that has not been")
-        if after >= 0 and member not in world.members:
+        if len(described) > MOST_WORKERS or not all(map(_is_described, described)):
+            raise ProtocolError("a generation is described by its members")
+        ids = [each["member"]["id"] for each in described]
+        if not world.has_asked(member, "recall") or member not in ids or len(set(ids)) != len(ids):
             raise ProtocolError("a generation that this member is not in")
-        if after < 0 and not message["ready"] and world.number >= 0:
-            self._send(member, {"op": "running", "scope": message["scope"], "size": len(world.members)})
-            return
-        if after < 0 and world.number >= 0 and not self._has_room(world, member):
-            reason = f"the job has {world.maximum} workers, which is its maximum"
-            self._send(member, {"op": "conflict", "scope": message["scope"], "reason": reason})
-            return
-        world.requests[member] = _Request(after, bool(message["ready"]), message["info"])
-        world.asked_at = now
-        self._advance(message["scope"], world, now)
-
-    def _has_room(self, world: _World, member: str) -> bool:
-        there = {each for each in world.members if self._takes_part(world, each)} | set(world.newcomers())
-        return len(there - {member}) < world.maximum
-
-    def belongs(self, member: str, message: Message) -> None:
-        """A member says which generation it is in: to a coordinator that was started after it was formed."""
-        world = self._world(message)
-        if message["number"] > world.number:
-            world.number, world.members = message["number"], list(message["members"])
-            world.departed.clear()
+        world.adopt(message)
+        self._advance(world, now)
 
     def depart(self, member: str, message: Message, now: float) -> None:
         """A member has ended its part in a world for good."""
+        if (world := self._world(member, message)) is not None:
+            world.depart(member, bool(message["finished"]))
+            self._advance(world, now)
+
+    def want(self, member: str, message: Message, now: float) -> None:
+        """A member wants to leave, or knows another reason why its generation should end."""
+        number = _number(message, "number")
         if (world := self._worlds.get(message["scope"])) is not None:
-            world.departed.add(member)
-            world.is_finished |= bool(message["finished"])
-            self._gone(message["scope"], world, member, now)
+            world.wants[member] = number
+            self._advance(world, now)
 
-    def want(self, member: str, message: Message) -> None:
-        """A member wants to leave, or knows another reason why the generation should end."""
-        world = self._worlds.get(message["scope"])
-        if world is not None and message["number"] == world.number and member in world.members:
-            self._ask_for_boundaries(message["scope"], world)
+    def boundary(self, member: str, message: Message, now: float) -> None:
+        """A member says after how many steps of its generation it can stop."""
+        boundary = _number(message, "number"), _number(message, "steps")
+        if (world := self._worlds.get(message["scope"])) is not None:
+            world.boundaries[member] = boundary
+            self._advance(world, now)
 
-    def boundary(self, member: str, message: Message) -> None:
-        """A member says after how many steps it can stop."""
-        world = self._worlds.get(message["scope"])
-        if world is None or message["number"] != world.number or member not in world.members:
-            return  # It was sent before the generation ended.
-        if not 0 <= message["steps"] < _MOST_STEPS:
-            raise ProtocolError("a number of steps that nobody takes")
-        world.boundaries[member] = message["steps"]
-        self._try_switch(message["scope"], world)
+    # What else happens
 
     def lost(self, member: str, now: float) -> None:
         """A member is lost, or has ended."""
-        for scope, world in list(self._worlds.items()):
-            if member in world.members and member not in world.departed:
-                # Strategies that go on without lost ranks end the generation where all can stop.
-                self._ask_for_boundaries(scope, world)
-            self._gone(scope, world, member, now)
-
-    def _gone(self, scope: str, world: _World, member: str, now: float) -> None:
-        """Nobody waits for a member any more."""
-        world.requests.pop(member, None)
-        if member in world.members:
-            if world.is_changing:
-                self._try_switch(scope, world)
-            self._advance(scope, world, now)
+        for world in list(self._worlds.values()):
+            world.lost(member)
+            self._advance(world, now)
 
     def tick(self, now: float) -> None:
         """Do what is due by the time."""
-        for scope, world in list(self._worlds.items()):
-            self._advance(scope, world, now)
+        for world in list(self._worlds.values()):
+            self._advance(world, now)
 
-    def _world(self, message: Message) -> _World:
-        """Return the world of a message, which its first member makes."""
-        limits = message["minimum"], message["maximum"], message["expected"]
-        if not 0 < limits[0] <= limits[1] <= _MOST_MEMBERS or not all(isinstance(each, int) for each in limits):
-            raise ProtocolError("a world has 1 member or more, and no more than its maximum")
-        if message["scope"] not in self._worlds and len(self._worlds) >= _MOST_WORLDS:
-            raise ProtocolError(f"there are {_MOST_WORLDS} worlds already")
-        return self._worlds.setdefault(message["scope"], _World(*limits))
+    def _advance(self, world: ElasticWorld, now: float) -> None:
+        if world.number >= 0 or world.is_known_to_somebody:
+            world.advance(self.replaces_workers)
+        else:
+            world.begin(now, self._started, self._patience_s)
 
-    def _takes_part(self, world: _World, member: str) -> bool:
-        return member not in world.departed and self._describe(member) is not None
+    def _world(self, member: str, message: Message) -> ElasticWorld | None:
+        """Return the world of a message, which its first member makes; None if this member has other limits."""
+        scope, limits = message["scope"], (message["minimum"], message["maximum"])
+        if not 0 < limits[0] <= limits[1] <= MOST_WORKERS or not 0 < message["expected"] < _LARGEST:
+            raise ProtocolError(f"a world has 1 to {MOST_WORKERS} members, and its minimum is not above its maximum")
+        if len(scope) > _LONGEST_NAME:
+            raise ProtocolError(f"the name of a world has {_LONGEST_NAME} characters at most")
+        world = self._worlds.get(scope)
+        if world is None:
+            self._make_room()
+            made = ElasticWorld(scope, *limits, message["expected"], self._members)
+            world = self._worlds[scope] = made
+        if limits != (world.minimum, world.maximum):
+            theirs = f"{world.minimum} to {world.maximum}"
+            reason = f"this process was started for {limits[0]} to {limits[1]} workers, and others for {theirs}"
+            world.refuse(member, reason)
+            return None
+        return world
 
-    def _advance(self, scope: str, world: _World, now: float) -> None:
-        """Form the next generation if all that belong to it have asked; otherwise have the others asked to stop."""
-        if world.number < 0:
-            self._begin(scope, world, now)
-            return
-        living = self._living(world)
-        if not living:
-            self._end(scope, world)
-        elif all(member in world.requests for member in living):
-            chosen = [*living, *world.newcomers()][: world.maximum]
-            too_few = len(chosen) < world.minimum and not world.is_finished
-            if not (too_few and self.replaces_workers):
-                self._form(scope, world, chosen, too_few)
-        elif world.newcomers() and len(living) < world.maximum:
-            self._ask_for_boundaries(scope, world)
+    def _make_room(self) -> None:
+        """Forget a world that is over, where there are as many as may be."""
+        if len(self._worlds) >= _MOST_WORLDS:
+            over = next((scope for scope, world in self._worlds.items() if world.is_over), None)
+            if over is None:
+                raise ProtocolError(f"there are {_MOST_WORLDS} worlds already")
+            del self._worlds[over]
 
-    def _begin(self, scope: str, world: _World, now: float) -> None:
-        """Form the first generation, if enough members have come."""
-        come = len(world.requests)
-        settled = come >= world.minimum and now - world.asked_at >= _SETTLE_S
-        if settled or come >= min(world.expected, world.maximum):
-            chosen = list(world.requests)[: world.maximum]
-            self._form(scope, world, sorted(chosen, key=self._number), too_few=False)
 
-    def _number(self, member: str) -> int:
-        """Return the number that the launcher gave a member."""
-        description = self._describe(member)
-        return -1 if description is None else int(description["rank"])
+def _number(message: Message, name: str, least: int = 0) -> int:
+    number: int = message[name]
+    if not least <= number < _LARGEST:
+        raise ProtocolError(f"'{message['op']}' has a '{name}' that no member sends")
+    return number
 
-    def _end(self, scope: str, world: _World) -> None:
-        """All members of a world have ended: who is new comes too late."""
-        for member in world.requests:
-            reason = "the training has ended"
-            self._send(member, {"op": "conflict", "scope": scope, "reason": reason})
-        world.requests.clear()
 
-    def _form(self, scope: str, world: _World, chosen: list[str], too_few: bool) -> None:
-        requests = {member: world.requests.pop(member) for member in chosen}
-        world.number += 1
-        world.members = chosen
-        world.departed.clear()
-        world.boundaries.clear()
-        world.is_changing = world.is_switching = False
-        members = [
-            {"member": self._describe(each), "after": requests[each].after, "info": requests[each].info}
-            for each in chosen
-        ]
-        fields = {"scope": scope, "number": world.number, "members": members, "too_few": int(too_few)}
-        world.announcement = {"op": "generation", **fields}
-        self._meet(f"{scope}.{world.number}", chosen)
-        for member in chosen:
-            self._send(member, world.announcement)
-        # New ones that were not chosen, because there was no room, and those that asked whether it has begun.
-        for member, request in list(world.requests.items()):
-            if not request.ready:
-                del world.requests[member]
-                self._send(member, {"op": "running", "scope": scope, "size": len(chosen)})
-
-    def _ask_for_boundaries(self, scope: str, world: _World) -> None:
-        """Ask all members after how many steps they can stop, once in a generation."""
-        if world.number < 0 or world.is_changing:
-            return
-        world.is_changing = True
-        for member in self._living(world):
-            self._send(member, {"op": "change", "scope": scope, "number": world.number})
-
-    def _try_switch(self, scope: str, world: _World) -> None:
-        """Tell all members after how many steps to stop, once all have answered."""
-        living = self._living(world)
-        if not living or world.is_switching or not all(member in world.boundaries for member in living):
-            return
-        world.is_switching = True
-        steps = max(world.boundaries[member] for member in living)
-        for member in living:
-            self._send(member, {"op": "switch", "scope": scope, "number": world.number, "steps": steps})
-
-    def _living(self, world: _World) -> list[str]:
-        """Return the members of the present generation that still take part, by rank."""
-        return [member for member in world.members if self._takes_part(world, member)]
+def _is_described(fields: Any) -> bool:
+    """Check a member of a generation, as the message about it has them. Raises `ProtocolError` for a bad identity."""
+    if not isinstance(fields, dict) or fields.keys() != {"member", "after", "info"}:
+        return False
+    MemberDescription.from_json(fields["member"])
+    return type(fields["after"]) is int and isinstance(fields["info"], dict)

@@ -37,6 +37,8 @@ class JobKnowledge:
         """The generation of each elastic world that is to end, for which a boundary is asked for."""
         self.switches: dict[str, tuple[int, int]] = {}
         """Of such a generation, after how many steps its members stop."""
+        self.recalls: dict[str, int] = {}
+        """The generation of each elastic world that this member is asked to describe."""
         self._notices: dict[str, dict[str, dict[str, str]]] = {}
 
     def notices(self, scope: str, member: str) -> dict[str, str]:
@@ -55,10 +57,8 @@ class JobKnowledge:
                 members = self._notices.setdefault(message["scope"], {})
                 members.setdefault(message["member"], {})[message["kind"]] = message["reason"]
             case "roster":
-                # The first one counts.
-                if message["scope"] not in self.rosters:
-                    found = [MemberDescription.from_json(each) for each in message["members"]]
-                    self.rosters[message["scope"]] = found
+                found = [MemberDescription.from_json(each) for each in message["members"]]
+                self.rosters.setdefault(message["scope"], found)  # The first one counts.
             case "conflict":
                 self.conflicts[message["scope"]] = message["reason"]
             case "missing":
@@ -74,18 +74,28 @@ class JobKnowledge:
                 self.refused = self.refused or message["reason"]
             case "stuck":
                 self.stuck = message["reason"]
+            case "forget":
+                self._forget(message["scope"])
+            case _:
+                self._apply_to_world(message)
+
+    def _apply_to_world(self, message: Message) -> None:
+        """Take in a message about an elastic world."""
+        match message["op"]:
             case "generation":
                 scope = f"{message['scope']}.{message['number']}"
-                self.rosters[scope] = [MemberDescription.from_json(each["member"]) for each in message["members"]]
-                self.generations[message["scope"]] = message
+                # It may come again, over another connection, after a later one.
+                if message["number"] > self.generations.get(message["scope"], {"number": -1})["number"]:
+                    self.rosters[scope] = [MemberDescription.from_json(each["member"]) for each in message["members"]]
+                    self.generations[message["scope"]] = message
             case "running":
                 self.running[message["scope"]] = message["size"]
             case "change":
                 self.changes[message["scope"]] = message["number"]
             case "switch":
                 self.switches[message["scope"]] = message["number"], message["steps"]
-            case "forget":
-                self._forget(message["scope"])
+            case "recall":
+                self.recalls[message["scope"]] = message["number"]
 
     def _forget(self, scope: str) -> None:
         """All members have left a scope: nobody reads anything of it any more."""

@@ -2,15 +2,12 @@
 
 How it works
 ------------
-`Member` keeps what the coordinator sends (`received`, called by one thread) and what this process has sent. Other
-threads read it and wait for it, under one condition. All reads are local: they ask nobody.
+`Member` keeps what the coordinator sends (`received`, called by one thread). Other threads read it and wait for it,
+under one condition, `_changed`, which guards all fields. All reads are local: they ask nobody.
 
-Sending never waits: `_post` hands a message to the connection, or drops it while there is none. That loses nothing,
-because on each new connection `attach` sends everything again that the coordinator has to know: joins, values,
-notices, and requests that wait. The members and the losses that this process knows of are in its hello.
-
-Locks: `_sending` keeps messages in order and is held while one is handed over. `_changed` guards all fields and is
-never held while anything is handed over: the other side may be delivering to this member at that moment.
+What this process sends goes through its `Outbox`, which never waits, and sends everything again over each new
+connection that the coordinator has to know: joins, values, notices, and requests that wait. The members and the losses
+that this process knows of are in its hello. `_changed` is never held while anything is sent.
 
 Waits (`join`, `values`, `sync`, `table`) end when the answer comes; when `check`, which is called at every change,
 raises; when this process is refused or cut off (`RankLost`); or at their deadline. While the coordinator is away, they
@@ -29,7 +26,8 @@ from tutti.coordination.activity import Activity, main_stack
 from tutti.coordination.coordinator import PATIENCE
 from tutti.coordination.description import MemberDescription, process_state
 from tutti.coordination.frames import Message
-from tutti.coordination.knowledge import JobKnowledge, is_inside
+from tutti.coordination.knowledge import JobKnowledge
+from tutti.coordination.outbox import Outbox
 from tutti.coordination.secret import Secret
 from tutti.errors import DeadlineExceeded, EnvironmentConflict, RankLost
 
@@ -65,13 +63,11 @@ class Member:
         """When the coordinator's host last showed that it can be reached."""
         self.num_changes = 0
         """Grows with everything that is received: who waits sees by it that something may have changed."""
-        self._post: Callable[[Message], None] = lambda message: None
-        self._sending = threading.RLock()
+        self.outbox = Outbox()
+        """What this process sends."""
         self._changed = threading.Condition()
         self._listeners: tuple[Callable[[], None], ...] = ()
         self._num_requests = 0
-        self._sent: dict[tuple[str, ...], Message] = {}
-        """Messages that a new coordinator needs: joins, values, notices, and requests without an answer."""
 
     def check(self) -> None:
         """Raise `RankLost` if this process may take no more part in the job, `DeadlineExceeded` if it is stuck."""
@@ -98,11 +94,11 @@ class Member:
 
     def set(self, key: str, value: str) -> None:
         """Set a value that others can wait for."""
-        self.send(("set", key), {"op": "set", "key": key, "value": value})
+        self.outbox.send(("set", key), {"op": "set", "key": key, "value": value})
 
     def propose(self, key: str, value: str) -> None:
         """Set a value unless another member was first: `values` returns what all members get."""
-        self.send(("propose", key), {"op": "propose", "key": key, "value": value})
+        self.outbox.send(("propose", key), {"op": "propose", "key": key, "value": value})
 
     def notice(self, scope: str, kind: str, reason: str, size: int, members: Sequence[str] = ()) -> None:
         """Announce to all members how this one's part in a scope of `size` members ends.
@@ -111,23 +107,11 @@ class Member:
             members: who they are, where the scope is a channel and not all members of its world are in it.
         """
         message = {"op": "notice", "scope": scope, "kind": kind, "reason": reason, "size": size}
-        self.send(("notice", scope, kind), {**message, "members": list(members)})
+        self.outbox.send(("notice", scope, kind), {**message, "members": list(members)})
 
     def bye(self) -> None:
         """Announce that this process takes no more part in the job."""
-        self._post({"op": "bye"})
-
-    def send(self, key: tuple[str, ...], message: Message) -> None:
-        """Send a message, and send it again to every new coordinator, until another one has its key."""
-        with self._sending:
-            with self._changed:
-                self._sent[key] = message
-            self._post(message)
-
-    def withdraw(self, key: tuple[str, ...]) -> None:
-        """Do not send a message again."""
-        with self._changed:
-            self._sent.pop(key, None)
+        self.outbox.post({"op": "bye"})
 
     # Waits
 
@@ -152,13 +136,13 @@ class Member:
             nonlocal told
             if (conflict := self.known.conflicts.get(scope)) is not None:
                 raise EnvironmentConflict(f"rank {rank}: {conflict}.")
-            _check_coordinator(self)
+            check_coordinator(self)
             ranks, seconds = self.known.missing.get(scope, ([], 0.0))
             if seconds > told:
                 told = seconds
                 waiting(ranks, seconds)
 
-        self.send(("join", scope), {"op": "join", "scope": scope, "rank": rank, "size": size})
+        self.outbox.send(("join", scope), {"op": "join", "scope": scope, "rank": rank, "size": size})
         self.wait(lambda: scope in self.known.rosters, check, timeout_s)
         return self.known.rosters.get(scope)
 
@@ -167,7 +151,7 @@ class Member:
 
         def check_all() -> None:
             check()  # First: it may know which rank is gone.
-            _check_coordinator(self)
+            check_coordinator(self)
 
         return self._request({"op": "get", "keys": keys}, timeout_s, check_all)
 
@@ -177,11 +161,11 @@ class Member:
 
     def ask_stack(self, rank: int) -> None:
         """Have the coordinator ask a rank for its Python stack, which `table` has a moment later."""
-        self._post({"op": "ask_stack", "rank": rank})
+        self.outbox.post({"op": "ask_stack", "rank": rank})
 
     def table(self, timeout_s: float = 2.0) -> list[dict[str, Any]] | None:
         """What the coordinator knows of every member; None after `timeout_s`."""
-        self._post({"op": "beat", "status": self.activity.status()})  # So that its own row is of now.
+        self.outbox.post({"op": "beat", "status": self.activity.status()})  # So that its own row is of now.
         return self._request({"op": "query"}, timeout_s, lambda: None)
 
     def _request(self, message: Message, timeout_s: float, check: Callable[[], None]) -> Any:
@@ -189,17 +173,17 @@ class Member:
             self._num_requests += 1
             number = self._num_requests
         key = ("request", str(number))
-        self.send(key, {**message, "request": number})
+        self.outbox.send(key, {**message, "request": number})
         answered = False
         try:
             answered = self.wait(lambda: number in self.known.answers, check, timeout_s)
             return self.known.answers.get(number)
         finally:
+            self.outbox.withdraw(key)
             with self._changed:
-                self._sent.pop(key, None)
                 self.known.answers.pop(number, None)
             if not answered and message["op"] == "get":
-                self._post({"op": "cancel", "request": number})
+                self.outbox.post({"op": "cancel", "request": number})
 
     def wait(self, over: Callable[[], bool], check: Callable[[], None], timeout_s: float) -> bool:
         """Wait until `over`; return False after `timeout_s`. Ended by `received`, and by what `check` raises."""
@@ -219,19 +203,15 @@ class Member:
 
     def attach(self, post: Callable[[Message], None]) -> None:
         """Send messages by `post` from now on, after everything that a coordinator has to know."""
-        with self._sending:
-            self._post, self.connected, self.away_since = post, True, None
-            with self._changed:
-                messages = list(self._sent.values())
-            for message in messages:
-                post(message)
+        self.outbox.attach(post)
+        self.connected, self.away_since = True, None
 
     def detach(self) -> None:
         """There is no connection: messages are kept for the next one."""
-        with self._sending:
-            if self.connected:
-                self.away_since = time.monotonic()
-            self._post, self.connected = lambda message: None, False
+        if self.connected:
+            self.away_since = time.monotonic()
+        self.connected = False
+        self.outbox.detach()
 
     def hello(self, version: str) -> Message:
         """The first message of a connection."""
@@ -249,19 +229,17 @@ class Member:
         """Take in a message of the coordinator. Called by one thread at a time."""
         if message["op"] == "look":
             state = process_state(message["pid"], message["started"])
-            self._post({"op": "seen", "member": message["member"], "state": state})
+            self.outbox.post({"op": "seen", "member": message["member"], "state": state})
             return
         if message["op"] == "send_stack":
-            self._post({"op": "stack", "text": main_stack()})
+            self.outbox.post({"op": "stack", "text": main_stack()})
             return
         with self._changed:
-            if "request" in message and ("request", str(message["request"])) not in self._sent:
+            if "request" in message and ("request", str(message["request"])) not in self.outbox:
                 return  # Nobody waits for it any more, or it was answered before the connection broke.
             self.known.apply(message)
             if message["op"] == "forget":
-                # Requests have numbers where the others have a scope or a key.
-                kept = {key for key in self._sent if key[0] == "request" or not is_inside(key[1], message["scope"])}
-                self._sent = {key: sent for key, sent in self._sent.items() if key in kept}
+                self.outbox.forget(message["scope"])
             self.num_changes += 1
             self._changed.notify_all()
             listeners = self._listeners
@@ -269,7 +247,7 @@ class Member:
             listener()
 
 
-def _check_coordinator(member: Member) -> None:
+def check_coordinator(member: Member) -> None:
     """Raise `RankLost` if the coordinator is gone, and with it the rank that served it."""
     since = member.away_since
     if member.is_served_by_rank and since is not None and time.monotonic() - since > member.patience_s:

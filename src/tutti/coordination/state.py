@@ -28,17 +28,18 @@ the silence of others: a `tick` that comes late moves all times on by as much.
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import tutti
 from tutti.coordination.description import MemberDescription, ProcessState, process_state
 from tutti.coordination.diagnosis import HeldUp, deadlock_text, deadlocked, diagnose
+from tutti.coordination.elastic_world import Members
 from tutti.coordination.frames import Message, ProtocolError
 from tutti.coordination.generations import GenerationTable
 from tutti.coordination.knowledge import LEFT, is_inside
 from tutti.coordination.liveness import MemberRecord, MemberWatch
 from tutti.coordination.notices import TERMINAL, NoticeTable
+from tutti.coordination.scopes import ScopeTable
 from tutti.coordination.values import ValueTable
 
 _LATE_TICK_S = 1.0
@@ -47,44 +48,16 @@ _DIAGNOSIS_S = 0.25
 """How often it is looked for who waits for whom."""
 _STACK_S = 3.0
 """A rank that others have waited for as long is asked for its stack, no more often than this."""
-_MOST_RANKS = 1 << 16
-"""The largest scope."""
-_MOST_SCOPES = 20_000
 _MOST_MEMBERS = 5_000
 """Members and losses that are remembered. All of them are in a message, so their number bounds its length."""
 _LONGEST_REASON = 150
 """Characters of a reason that another member gives for a loss."""
 _LONGEST_ID = 32
 _MOST_OVER = 100
-_MISSING_S = 2.0
-"""How often those that wait for others to join are told who is missing."""
 
 
 class Refused(Exception):
     """A member that may not take part, with the reason."""
-
-
-@dataclass(eq=False)
-class _Scope:
-    """Members that meet, each with a rank."""
-
-    size: int
-    since: float
-    told_at: float
-    """When those that have joined were last told who is missing."""
-    told: list[int] = field(default_factory=list)
-    members: dict[int, str] = field(default_factory=dict)
-    """Ids of members by rank."""
-    descriptions: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Descriptions by id. Kept of lost members too: one that missed the roster has to learn who they were."""
-
-    @property
-    def missing(self) -> list[int]:
-        return [rank for rank in range(self.size) if rank not in self.members]
-
-    def roster(self) -> list[dict[str, Any]]:
-        """Describe the members by rank."""
-        return [self.descriptions[self.members[rank]] for rank in range(self.size)]
 
 
 class CoordinatorState:
@@ -122,7 +95,7 @@ class CoordinatorState:
         """Ranks that the last diagnosis has found."""
         self._lost_ranks: dict[int, str] = {}
         """Ranks whose processes were lost, and why."""
-        self._scopes: dict[str, _Scope] = {}
+        self._scopes = ScopeTable(self.members, lambda member, message: self.outbox.append((member, message)))
         self._over: deque[str] = deque(maxlen=_MOST_OVER)
         """Scopes that were forgotten last. A member may still close a channel of one after it has left it."""
         self._values = ValueTable(
@@ -132,10 +105,17 @@ class CoordinatorState:
         )
         self._notices = NoticeTable()
         self.generations = GenerationTable(
-            lambda member, message: self.outbox.append((member, message)), self._describe, self._meet
+            Members(
+                is_there=self.members.__contains__,
+                describe=lambda member: self.members[member].description.to_json(),
+                send=lambda member, message: self.outbox.append((member, message)),
+                meet=self._meet,
+            ),
+            patience_s,
+            now,
         )
         self._handlers: dict[str, Callable[[MemberRecord, Message, float], None]] = {
-            "join": self._join,
+            "join": self._scopes.join,
             "set": lambda record, message, _: self._values.set(record.id, message["key"], message["value"]),
             "get": lambda record, message, _: self._values.request(record.id, message["request"], message["keys"]),
             "cancel": lambda record, message, _: self._values.cancel(record.id, message["request"]),
@@ -150,11 +130,7 @@ class CoordinatorState:
             "ask_stack": lambda _, message, now: self._ask_stack(message["rank"], now),
             "stack": lambda record, message, _: setattr(record, "stack", message["text"]),
             "bye": lambda record, _, now: self._lose(record, LEFT, now),
-            "enter": lambda record, message, now: self.generations.enter(record.id, message, now),
-            "belongs": lambda record, message, _: self.generations.belongs(record.id, message),
-            "depart": lambda record, message, now: self.generations.depart(record.id, message, now),
-            "want": lambda record, message, _: self.generations.want(record.id, message),
-            "boundary": lambda record, message, _: self.generations.boundary(record.id, message),
+            **{op: _by_id(handle) for op, handle in self.generations.handlers.items()},
         }
 
     def connect(self, hello: Message, now: float) -> MemberRecord:
@@ -192,9 +168,13 @@ class CoordinatorState:
             if member not in self.lost and member not in self.members and not self._is_full:
                 self._remember_lost(member, reason[:_LONGEST_REASON])
         for known in map(MemberDescription.from_json, hello["known"]):
-            if known.id not in self.lost and known.id not in self.members and not self._is_full:
-                closed_at = now + self._patience_s
-                self.members[known.id] = MemberRecord(known, now, closed_at=closed_at, has_met_others=True)
+            self._expect(known, now)
+
+    def _expect(self, known: MemberDescription, now: float) -> None:
+        """Wait for a member that others know and that has not connected to this coordinator, unless it is lost."""
+        if known.id not in self.lost and known.id not in self.members and not self._is_full:
+            closed_at = now + self._patience_s
+            self.members[known.id] = MemberRecord(known, now, closed_at=closed_at, has_met_others=True)
 
     @property
     def _is_full(self) -> bool:
@@ -231,16 +211,7 @@ class CoordinatorState:
             self._judge(record, now)
         self._diagnose(now)
         self.generations.tick(now)
-        for name, scope in self._scopes.items():
-            missing = scope.missing[:100]
-            if missing and (now - scope.told_at >= _MISSING_S or missing != scope.told):
-                # The time says how long they are waited for, at the interval at which people want to read it.
-                due = now - scope.told_at >= _MISSING_S
-                scope.told, scope.told_at = missing, now if due else scope.told_at
-                seconds = scope.told_at - scope.since
-                for member in scope.members.values():
-                    if member in self.members:
-                        self._send(self.members[member], op="missing", scope=name, ranks=missing, seconds=seconds)
+        self._scopes.tell_missing(now)
         return 0.02 if any(record.closed_at is not None for record in self.members.values()) else 0.25
 
     def table(self, now: float) -> list[dict[str, Any]]:
@@ -261,32 +232,6 @@ class CoordinatorState:
 
     # Messages of members
 
-    def _join(self, record: MemberRecord, message: Message, now: float) -> None:
-        name, rank, size = message["scope"], message["rank"], message["size"]
-        if not 0 < size <= _MOST_RANKS:
-            raise ProtocolError(f"a scope has 1 to {_MOST_RANKS} ranks")
-        if name not in self._scopes and len(self._scopes) >= _MOST_SCOPES:
-            raise ProtocolError(f"there are {_MOST_SCOPES} scopes already")
-        record.has_met_others = True
-        scope = self._scopes.setdefault(name, _Scope(size, now, now))
-        holder = scope.members.get(rank, record.id)
-        if not 0 <= rank < scope.size or size != scope.size:
-            reason = f"rank {rank} of {size} does not fit into a world of {scope.size}"
-        elif holder != record.id:
-            other = self.members[holder].name if holder in self.members else "a lost process"
-            reason = f"two processes say they are rank {rank} of {size}: {other} and {record.name}; each needs its own"
-        else:
-            complete_before = not scope.missing
-            scope.members[rank] = record.id
-            scope.descriptions[record.id] = record.description.to_json()
-            if not scope.missing:
-                # To all when it becomes complete, and to one that joins again after its connection broke.
-                for member in [record.id] if complete_before else scope.members.values():
-                    if member in self.members:
-                        self._send(self.members[member], op="roster", scope=name, members=scope.roster())
-            return
-        self._send(record, op="conflict", scope=name, reason=reason)
-
     def _notice(self, record: MemberRecord, message: Message, _: float) -> None:
         scope, kind, reason = message["scope"], message["kind"], message["reason"]
         if (over := next((each for each in self._over if is_inside(scope, each)), None)) is not None:
@@ -299,30 +244,23 @@ class CoordinatorState:
 
     def _forget_if_over(self, scope: str, size: int) -> None:
         """Forget a scope, or a channel in one, when all its members have left it or are lost."""
-        participants: Iterable[str] = self._notices.participants(scope)
-        if not participants:  # All members of the world that it is, or is in.
-            world = max((name for name in self._scopes if is_inside(scope, name)), key=len, default=None)
-            participants = () if world is None else self._scopes[world].members.values()
+        participants = self._notices.participants(scope) or self._scopes.members_around(scope)
         over = self._notices.finished(scope) | self.lost.keys() & set(participants)
         if len(over) < size:
             return
         self._values.drop_scope(scope)
         self._notices.drop_scope(scope)
-        if self._scopes.pop(scope, None) is not None:
+        if self._scopes.drop(scope):
             self._over.append(scope)
         self._broadcast(op="forget", scope=scope)
 
-    def _describe(self, member: str) -> dict[str, Any] | None:
-        """Describe a member; None if it is lost."""
-        return self.members[member].description.to_json() if member in self.members else None
-
-    def _meet(self, name: str, members: list[str]) -> None:
-        """A generation was formed: its members share a scope from the start."""
-        scope = self._scopes[name] = _Scope(len(members), 0.0, 0.0)
-        for rank, member in enumerate(members):
-            self.members[member].has_met_others = True
-            scope.members[rank] = member
-            scope.descriptions[member] = self.members[member].description.to_json()
+    def _meet(self, name: str, members: list[dict[str, Any]]) -> None:
+        """A generation was formed, here or, as a member says, at the coordinator before this one."""
+        for fields in members:
+            self._expect(MemberDescription.from_json(fields), self._ticked_at)
+            if fields["id"] in self.members:
+                self.members[fields["id"]].has_met_others = True
+        self._scopes.meet(name, members)
 
     # Diagnosis
 
@@ -381,13 +319,10 @@ class CoordinatorState:
             self.generations.lost(member, now)
             return
         self._lost_ranks[record.description.rank] = reason
-        for scope in self._scopes.values():
-            if scope.missing:  # It may be started again, before the scope is complete.
-                scope.members = {rank: holder for rank, holder in scope.members.items() if holder != member}
+        self._scopes.lost(member)
         self._remember_lost(member, reason)
-        for name, scope in list(self._scopes.items()):
-            if member in scope.members.values():
-                self._forget_if_over(name, scope.size)
+        for name, size in self._scopes.of(member):
+            self._forget_if_over(name, size)
         for name in self._notices.scopes():  # Channels that the others have closed already.
             if (size := self._notices.size(name)) is not None:
                 self._forget_if_over(name, size)
@@ -410,3 +345,7 @@ class CoordinatorState:
         """Take all messages out of the outbox."""
         messages, self.outbox = self.outbox, []
         return messages
+
+
+def _by_id(handle: Callable[[str, Message, float], None]) -> Callable[[MemberRecord, Message, float], None]:
+    return lambda record, message, now: handle(record.id, message, now)

@@ -15,6 +15,7 @@ from pathlib import Path
 from tutti.cluster import parse_duration
 from tutti.coordination import Secret
 from tutti.coordination.coordinator import PATIENCE
+from tutti.coordination.generations import MOST_WORKERS
 from tutti.errors import ConfigError
 
 COORDINATOR = "TUTTI_COORDINATOR"
@@ -47,6 +48,8 @@ def parse_worker_range(text: str, name: str) -> tuple[int, int]:
     minimum, maximum = map(int, parts)
     if not 1 <= minimum <= maximum:
         raise ConfigError(f"{name}: the minimum is 1 or more and not above the maximum, got '{text}'.")
+    if maximum > MOST_WORKERS:
+        raise ConfigError(f"{name}: a run whose workers come and go has {MOST_WORKERS} at most, got '{text}'.")
     return minimum, maximum
 
 

@@ -39,7 +39,13 @@ def join_elastic(environment: RankEnvironment, limits: tuple[int, int], kind: st
         )
     member = member_of_run(environment, limit)
     found = WorldLimits(*limits, expected=environment.size)
-    elastic = ElasticMember(member, f"{ELASTIC_WORLD}/{environment.attempt}", found)
+    name = f"{ELASTIC_WORLD}/{environment.attempt}"
+    if name in member.known.generations or name in member.known.running:
+        raise ConfigError(
+            f"rank {environment.rank}: this process has taken part in its run already, and the others do not wait for "
+            "it again. Where workers may come and go, call tutti.init() once in each process."
+        )
+    elastic = ElasticMember(member, name, found)
     connections = _Connections(environment, member, kind)
     generation = elastic.enter({}, ready=False)
     elasticity = Elasticity(elastic, connections, is_new=generation is None)
