@@ -324,8 +324,8 @@ class CoordinatorState:
         for name, size in self._scopes.of(member):
             self._forget_if_over(name, size)
         for name in self._notices.scopes():  # Channels that the others have closed already.
-            if (size := self._notices.size(name)) is not None:
-                self._forget_if_over(name, size)
+            if (known := self._notices.size(name)) is not None:
+                self._forget_if_over(name, known)
         # Last: members hear of the loss before they hear of the next generation.
         self.generations.lost(member, now)
 

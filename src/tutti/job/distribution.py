@@ -121,6 +121,8 @@ def _start(
         compute_clock.listen(model, optimizer)
         replica.compute_clock = compute_clock
     exchange = strategy.attach(replica, channel)
+    if world.elastic is not None and exchange.elastic_mistake:
+        raise ConfigError(exchange.elastic_mistake)  # On all ranks alike.
     watch_training(replica, exchange, strategy, trains)
     job = Job(replica, exchange, strategy, trains, previous_world, model_on_mesh)
     # A second `distribute` finds it there, and refuses.
@@ -205,7 +207,7 @@ def _mistakes(model: nn.Module, optimizer: Optimizer, strategy: Strategy, mesh: 
     """Return everything that is wrong with what `distribute` was given."""
     mistakes = refusals(lambda technique: support(technique, strategy, mesh), model, optimizer)
     if world.elastic is not None:
-        mistakes += elastic_mistakes(strategy, mesh, world)
+        mistakes += elastic_mistakes(model, strategy, mesh, world)
     if world.size > 1 and world.transport.cluster is None and any(p.is_meta for p in model.parameters()):
         mistakes.append("the model is on the meta device, without values: build it on a real one, or simulate it.")
     if world.transport.cluster is not None and any(p.is_cuda for p in model.parameters()):

@@ -12,13 +12,14 @@ from tutti.errors import ConfigError, ReplicaMismatch
 from tutti.job.elastic.regrouping import ElasticJob
 from tutti.job.handle import JOB_ATTRIBUTE, Job
 from tutti.parallel import Mesh
+from tutti.parallel.branch import Branches
 from tutti.replica import HookedReplica
 from tutti.replica.state import layout
 from tutti.strategies import Exchange, Strategy
 from tutti.world import World
 
 
-def elastic_mistakes(strategy: Strategy, mesh: Mesh | None, world: World) -> list[str]:
+def elastic_mistakes(model: nn.Module, strategy: Strategy, mesh: Mesh | None, world: World) -> list[str]:
     """Return why a job cannot go on with other workers than it began with; nothing if it can."""
     mistakes = []
     fixed = "Give a fixed number of workers, and checkpoints to continue from (job.checkpoint)."
@@ -26,6 +27,8 @@ def elastic_mistakes(strategy: Strategy, mesh: Mesh | None, world: World) -> lis
         mistakes.append(f"a mesh that splits the model needs all of its workers. {fixed}")
     if strategy.num_dedicated_servers:
         mistakes.append(f"'{strategy}' has dedicated servers, whose loss cannot be survived. {fixed}")
+    if any(isinstance(module, Branches) for module in model.modules()):
+        mistakes.append(f"the branches of a model are divided between its workers, and need all of them. {fixed}")
     assert world.elastic is not None
     if world.elastic.regrouping is not None:
         mistakes.append(f"one model can be distributed in a run whose workers come and go. {fixed}")

@@ -46,6 +46,13 @@ class AutoExchange(Exchange):
     def equal_after_steps(self) -> bool:  # type: ignore[override]
         return self.inner.equal_after_steps
 
+    @property
+    def elastic_mistake(self) -> str:
+        return (
+            "'auto' measures and decides with all ranks together, and cannot lose one meanwhile. Let `tutti plan` "
+            "choose a strategy, and give that one."
+        )
+
     def metrics(self) -> dict[str, Any]:
         return {**self.inner.metrics(), "planned": self.controller.status(self.strategy)}
 
