@@ -223,9 +223,10 @@ class Job(CollectiveValues, JobCheckpoints, JobProgress, NotCopied):
                 finally:  # Also if a checkpoint could not be written: the other ranks wait for this one's part.
                     if self._model_on_mesh is not None:
                         self._model_on_mesh.close()
-                self.world.tolerate_loss(False)  # From here on a crash of this process is a failure again.
                 if self.world.elastic is not None:
                     self.world.elastic.member.depart(finished=True)
+                else:
+                    self.world.tolerate_loss(False)  # From here on a crash of this process is a failure again.
             finally:
                 self._release()
 

@@ -52,7 +52,7 @@ class Result:
     """Mean loss of all samples."""
 
 
-class _NumberedSamples(Dataset[tuple[Tensor, Tensor, int]]):
+class NumberedSamples(Dataset[tuple[Tensor, Tensor, int]]):
     """Random samples with their numbers."""
 
     def __init__(self) -> None:
@@ -80,14 +80,14 @@ def train(run: RunSettings, attempt: int) -> Result:
     strategy.learning_rate(world.size).apply(optimizer)
     mesh = Mesh(data=world.size // run.tensor, tensor=run.tensor) if run.tensor > 1 else None
     job = distribute(model, optimizer, strategy, mesh=mesh)
-    samples = _NumberedSamples()
+    samples = NumberedSamples()
     batches = shard(DataLoader(samples, batch_size=_BATCH, shuffle=True), world=job.world)
     parts: tuple[Any, ...] = (batches, StepLR(optimizer, NUM_SAMPLES // (4 * _BATCH), 0.9))
     restored = job.restore(run.checkpoints, *parts)
     with Record(Path(run.folder), attempt, world.rank, restored.steps if restored else 0) as record:
         for _ in batches.epochs(run.epochs):
             for inputs, targets, numbers in batches:
-                _loss(model(inputs), targets).backward()
+                squared_error(model(inputs), targets).backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 parts[1].step()
@@ -98,9 +98,10 @@ def train(run: RunSettings, attempt: int) -> Result:
         steps = job.steps
         job.finish()
     with torch.no_grad():
-        loss = _loss(model(samples.inputs), samples.targets).item()
+        loss = squared_error(model(samples.inputs), samples.targets).item()
         return Result(steps, torch.cat([each.reshape(-1) for each in model.parameters()]).tolist(), loss)
 
 
-def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of a batch."""
     return (outputs - targets).square().mean()

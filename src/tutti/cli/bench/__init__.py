@@ -11,6 +11,7 @@ from tutti.cli.bench.codecs import codecs
 from tutti.cli.bench.collectives import collectives
 from tutti.cli.bench.compression import compression
 from tutti.cli.bench.control import control
+from tutti.cli.bench.elastic import elastic
 from tutti.cli.bench.encryption import encryption
 from tutti.cli.bench.faults import faults
 from tutti.cli.bench.fidelity import fidelity
@@ -39,6 +40,7 @@ for _command in (
     control,
     faults,
     checkpoints,
+    elastic,
     hostile,
     encryption,
     compression,

@@ -87,7 +87,8 @@ class ElasticJob:
         if replica.in_consensus or replica.away:
             return
         if replica.lost is None:
-            counts.commit_void_steps()
+            if counts.num_committed < counts.num_batches:
+                counts.commit_void_steps()
             if counts.num_committed < counts.num_batches:
                 return  # Gradients of several batches accumulate, or one was drawn and not trained on.
             lost = self._elastic.member.lost() and not job._exchange.tolerates_loss
