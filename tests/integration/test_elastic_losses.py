@@ -13,7 +13,6 @@ from tutti.bench.elastic.kills import ElasticSubject, losses
         ElasticSubject("poseidon", "sockets", exact=True),
         ElasticSubject("onebit:exact_below=0", "sockets"),
         ElasticSubject("topk:0.1", "shared_memory"),
-        ElasticSubject("native:skip_converged=0.5,check_every=5", "shared_memory"),
     ],
     ids=lambda subject: subject.strategy,
 )
