@@ -12,6 +12,7 @@ import pytest
 
 import warm
 from tutti.errors import ConfigError
+from tutti.launch.lab.ownership import Claim
 from tutti.launch.mpirun import available, mpirun, mpirun_in_lab
 
 pytestmark = pytest.mark.xdist_group("labs")
@@ -54,8 +55,10 @@ def lab() -> Iterator[tuple[list[str], list[str]]]:
     """Two namespaces and the wire between them, 100 Mbit/s each way: their names and addresses."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "unshare"))) or not available():
         pytest.skip("needs root, ip, tc and unshare, and tutti-train[mpi]")
-    # As labs are named: tests beside this one see whose they are.
-    names = [f"tutti-mpi-{os.getpid()}-0-host{number}" for number in range(2)]
+    # As labs are named, with a living owner: tests beside this one see whose they are, and no lab that starts removes
+    # them as orphans.
+    claim = Claim.mine("mpi")
+    names = [claim.host(number) for number in range(2)]
     addresses = ["10.77.9.1", "10.77.9.2"]
     try:
         try:

@@ -1,12 +1,13 @@
 """Ranks without a launcher of Tutti's, as srun, mpirun and torchrun start them: rank 0 serves, and says who is late."""
 
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
 import pytest
-from test_coordinator_away import Process
+from test_coordinator_away import PATIENCE_S, Process
 
 
 def free_port() -> int:
@@ -14,8 +15,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def started(stack: ExitStack, workers: int, fault: str = "") -> list[Process]:
+def started(stack: ExitStack, workers: int, fault: str = "", patience: str = f"{PATIENCE_S:g}s") -> list[Process]:
     variables = {
+        "TUTTI_PATIENCE": patience,
         "TUTTI_SECRET": os.urandom(16).hex(),
         "WORLD_SIZE": str(workers),
         "LOCAL_WORLD_SIZE": str(workers),
@@ -53,11 +55,13 @@ def test_rank_0_prints_who_is_waited_for(stack: ExitStack) -> None:
 
 
 def test_the_error_comes_with_what_was_found_before(stack: ExitStack) -> None:
-    ranks = started(stack, 3, "stop")
+    ranks = started(stack, 3, "stop", patience="60s")  # It is not evicted before it is killed here.
     ranks[0].line("step")
     ranks[0].go()
+    while f"is stopped (process {ranks[1].pid}); ranks 0 and 2 wait for it for" not in ranks[0].said:
+        ranks[0].line("tutti:")
+    os.kill(ranks[1].pid, signal.SIGKILL)
     assert ranks[0].end() == 1
-    assert f"is stopped (process {ranks[1].pid}); ranks 0 and 2 wait for it for" in ranks[0].said
     assert "RankLost: rank 0: rank 1 is gone" in ranks[0].said
     # Stopped, or gone already, if the diagnosis was made once more after the loss.
     assert "tutti: shortly before it failed: rank 1 " in ranks[0].said
