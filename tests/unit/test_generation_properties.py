@@ -27,6 +27,8 @@ PATIENCE_S = 4.0
 MOST_PROCESSES = 7
 RECONNECTED_S = 1.5
 """When all that run have connected to a new coordinator."""
+LATENCY_S = 1.0
+"""When all has arrived that was sent before."""
 MOST_ROUNDS = 1500
 RARE = 20
 """One of so many happenings is a fault."""
@@ -104,6 +106,7 @@ class Process:
     to_coordinator: deque[Message] = field(default_factory=deque)
     to_member: deque[Message] = field(default_factory=deque)
     is_linked: bool = False
+    linked_at: float = 0.0
     is_frozen: bool = False
     is_dead: bool = False
     wants_to_leave: bool = False
@@ -153,6 +156,8 @@ class Process:
             if self.run.synchronous and self.elastic.lost():
                 ends = True
             elif ends := self.elastic.stops_here():
+                if self.wants_to_leave:
+                    self.run.departed.add(self.id)
                 self.run.stopped(self)
             if ends or not self._step():
                 self.run.left(self)
@@ -200,8 +205,9 @@ class Run:
         """By generation: the step that each member has begun."""
         self.away: dict[int, set[str]] = {}
         """By generation: members that have ended their part in it."""
-        self.stops: dict[int, set[int]] = {}
+        self.stops: dict[int, dict[str, int]] = {}
         self.ever_lost: set[str] = set()
+        """And those that were stopped while the coordinator was started anew: it may never hear of them."""
         self.departed: set[str] = set()
         self.start_coordinator()
         for _ in range(workers):
@@ -212,7 +218,7 @@ class Run:
     def entered(self, process: Process, generation: Generation, before: int, lost: set[str]) -> None:
         ids = [each.description.id for each in generation.members]
         number = generation.number
-        if number not in self.generations or not self._is_known(number, process):
+        if self.generations.get(number) != ids and not self._is_known(number, process):
             self.generations[number] = ids
             for kept in (self.steps, self.away, self.stops):
                 kept.pop(number, None)
@@ -223,8 +229,9 @@ class Run:
         assert len(ids) <= self.limits.maximum
         for other in self.processes:
             its = self.generations.get(other.elastic.number, [])
-            if other.is_training and other.elastic.number < number and other.id in its and not other.is_dead:
-                assert other.id in self.ever_lost, f"{other.id} is still in generation {other.elastic.number}"
+            # Who is known to the coordinator and not lost has ended its part.
+            if other.is_training and other.elastic.number < number and other.id in its:
+                assert other.id not in self.state.members, f"{other.id} is still in generation {other.elastic.number}"
 
     def _is_known(self, number: int, but: Process) -> bool:
         """Whether a process that is there knows a generation. If all that know it are gone, a world begins anew."""
@@ -240,9 +247,11 @@ class Run:
             self.departed.add(process.id)
 
     def stopped(self, process: Process) -> None:
-        stops = self.stops.setdefault(process.elastic.number, set())
-        stops.add(process.elastic._steps)
-        assert len(stops) == 1, f"members stop after {stops} steps"
+        stops = self.stops.setdefault(process.elastic.number, {})
+        stops[process.id] = process.elastic._steps
+        there = {each.id for each in self.processes if not each.is_dead and not each.baton.is_over}
+        found = {steps for each, steps in stops.items() if each in there - self.ever_lost - self.departed}
+        assert len(found) <= 1, f"members stop after {stops} steps"
 
     def step_together(self, process: Process) -> bool:
         number, step = process.elastic.number, process.elastic._steps
@@ -264,6 +273,7 @@ class Run:
         self.started = self.now
         self.state = CoordinatorState(PATIENCE_S, "host", self.now, self._look)
         self.state.generations.replaces_workers = self.replaces
+        self.ever_lost |= {each.id for each in self.processes if each.is_frozen}
         for process in self.processes:
             self._unlink(process)
 
@@ -281,7 +291,7 @@ class Run:
         except Refused as refused:
             process.member.exclude(str(refused))
             return
-        process.is_linked = True
+        process.is_linked, process.linked_at = True, self.now
         self._take_outbox()
         process.member.received(process.to_member.popleft())  # The welcome.
         process.member.attach(process.to_coordinator.append)
@@ -321,6 +331,8 @@ class Run:
         for process in self.processes:
             if self.may_connect(process) and self.now - self.started >= RECONNECTED_S / 2:
                 self.connect(process)
+            while process.runs and process.to_coordinator and self.now - process.linked_at >= LATENCY_S:
+                self.deliver_up(process)
             if process.is_linked and process.runs:
                 self.state.receive(process.id, {"op": "beat", "status": {}}, self.now)
         self.state.tick(self.now)

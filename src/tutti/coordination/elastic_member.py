@@ -115,7 +115,7 @@ class ElasticMember:
             return self._newest > before
 
         self.member.outbox.withdraw(("belongs", self.name))
-        self._send("enter", after=before, ready=int(ready), **self._limits, info=info)
+        self._send("enter", after=before, ready=int(ready), info=info)
         try:
             self._wait(lambda: formed() or (not ready and self.name in known.running), timeout)
         except BaseException:
@@ -125,7 +125,7 @@ class ElasticMember:
         if not formed():
             return None
         self._take(known.generations[self.name])
-        self._send("belongs", number=self.number, **self._limits)
+        self._send("belongs", number=self.number)
         return self.generation
 
     def _take(self, message: Message) -> None:
@@ -179,13 +179,9 @@ class ElasticMember:
         self._has_departed, self._has_finished = True, self._has_finished or finished
         self._listening()
         self.member.outbox.withdraw(*((op, self.name) for op in ("enter", "belongs", "want", "boundary")))
-        self._send("depart", **self._limits, finished=int(finished))
+        self._send("depart", finished=int(finished))
 
     # The coordinator's side
-
-    @property
-    def _limits(self) -> dict[str, int]:
-        return asdict(self.limits)
 
     @property
     def _newest(self) -> int:
@@ -201,7 +197,7 @@ class ElasticMember:
 
     def _send(self, op: str, **fields: Any) -> None:
         """Send a message about this world, to later coordinators too."""
-        self.member.outbox.send((op, self.name), {"op": op, "scope": self.name, **fields})
+        self.member.outbox.send((op, self.name), {"op": op, "scope": self.name, **asdict(self.limits), **fields})
 
     def _wait(self, over: Callable[[], bool], timeout: timedelta | None = None) -> None:
         """Wait for the coordinator, which waits for the other members that are alive."""

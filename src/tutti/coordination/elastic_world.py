@@ -7,7 +7,7 @@ of it and does what is due; it is called after everything that happens, and does
 order in which messages come does not matter, nor whether they come from a coordinator's whole life or all at once
 after a restart.
 
-*Begin.* The first generation is formed when as many have asked as the launcher has started, or when the minimum has
+*Begin.* The first generation is formed when all have asked that the launcher has started, or when the minimum has
 and nobody else came for `_SETTLE_S`. Only members that do not know of a generation yet begin a world: those that are
 `ready` were told that it runs. Fewer than the minimum wait until they give up (`tutti.init(timeout=...)`).
 
@@ -188,9 +188,11 @@ class ElasticWorld:
         """
         come = [member for member, request in self.requests.items() if not request.ready]
         settled = now - self.asked_at >= _SETTLE_S and now - started >= _RECONNECT_S
-        if len(come) >= min(self.expected, self.maximum) or (settled and len(come) >= self.minimum):
-            chosen = sorted(come[: self.maximum], key=lambda member: int(self.there.describe(member)["rank"]))
-            self._form(chosen, too_few=False)
+        ranks = {member: int(self.there.describe(member)["rank"]) for member in come}
+        # Who was started later has another number, unless one of these is lost.
+        started_first = {rank for rank in ranks.values() if rank < self.expected}
+        if len(started_first) >= min(self.expected, self.maximum) or (settled and len(come) >= self.minimum):
+            self._form(sorted(come[: self.maximum], key=ranks.__getitem__), too_few=False)
         elif now - max(self.asked_at, started) >= patience_s:
             # They were told by a coordinator before this one that the world runs, and nobody of it has come.
             for member in self._newcomers():
