@@ -131,6 +131,14 @@ def test_the_first_generation_does_not_wait_for_ever_for_those_that_never_come()
     assert plain(run.enter(2, ready=0)) == [("m2", "running")], "it comes as a new member"
 
 
+def test_who_was_started_later_does_not_complete_the_first_generation() -> None:
+    """Of a coordinator that was started anew, it may be the first."""
+    run = ElasticRun(expected=1, minimum=1)
+    run.hello(1)
+    assert run.enter(1, ready=0) == []
+    assert formed(run.wait(3)) == everyone(0, 1)
+
+
 def test_fewer_than_the_minimum_do_not_begin() -> None:
     run = ElasticRun()
     run.hello(0)
@@ -146,7 +154,8 @@ def test_who_is_lost_before_the_first_generation_is_not_in_it() -> None:
     run.enter(1, ready=0)
     run.lose(1)
     run.enter(2, ready=0)
-    assert formed(run.enter(3, ready=0)) == everyone(0, 0, 2, 3)
+    assert formed(run.enter(3, ready=0)) == {}
+    assert formed(run.wait(4)) == everyone(0, 0, 2, 3)
 
 
 def test_more_than_the_maximum_do_not_begin() -> None:
@@ -255,9 +264,9 @@ def test_the_others_stop_for_a_new_member_when_it_is_ready() -> None:
     assert plain(run.enter(3, ready=0)) == [("m3", "running")]
     told = run.enter(3)
     assert plain(told) == [(f"m{rank}", "change", 0) for rank in range(3)]
-    assert run.say(0, "boundary", number=0, steps=5) == []
-    assert run.say(1, "boundary", number=0, steps=7) == []
-    told = run.say(2, "boundary", number=0, steps=6)
+    assert run.say(0, "boundary", **run.limits, number=0, steps=5) == []
+    assert run.say(1, "boundary", **run.limits, number=0, steps=7) == []
+    told = run.say(2, "boundary", **run.limits, number=0, steps=6)
     assert plain(told) == [(f"m{rank}", "switch", 0, 7) for rank in range(3)]
     told = [each for rank in (2, 1, 0) for each in run.enter(rank, after=0)]
     assert formed(told) == everyone(1, 0, 1, 2, 3)
@@ -289,7 +298,7 @@ def test_a_new_member_that_is_lost_is_not_waited_for() -> None:
     run.hello(3)
     run.enter(3)
     for rank in range(3):
-        told = run.say(rank, "boundary", number=0, steps=2)
+        told = run.say(rank, "boundary", **run.limits, number=0, steps=2)
         if rank == 1:
             run.lose(3)
     assert plain(told) == [(f"m{rank}", "switch", 0, 2) for rank in range(3)]
@@ -320,10 +329,10 @@ def test_other_limits_are_refused() -> None:
 
 def test_a_member_that_wants_to_leave_has_all_stop_at_the_same_step() -> None:
     run = ElasticRun(3)
-    assert plain(run.say(1, "want", number=0)) == [(f"m{rank}", "change", 0) for rank in range(3)]
-    assert run.say(1, "want", number=0) == [], "once in a generation"
+    assert plain(run.say(1, "want", **run.limits, number=0)) == [(f"m{rank}", "change", 0) for rank in range(3)]
+    assert run.say(1, "want", **run.limits, number=0) == [], "once in a generation"
     for rank in range(3):
-        told = run.say(rank, "boundary", number=0, steps=rank)
+        told = run.say(rank, "boundary", **run.limits, number=0, steps=rank)
     assert plain(told) == [(f"m{rank}", "switch", 0, 2) for rank in range(3)]
     run.depart(1)
     run.enter(0, after=0)
@@ -334,22 +343,25 @@ def test_what_is_said_of_a_generation_before_counts_no_more() -> None:
     run = ElasticRun(2)
     for rank in (0, 1):
         run.enter(rank, after=0)
-    assert run.say(1, "want", number=0) == []
-    assert run.say(1, "boundary", number=0, steps=5) == []
+    assert run.say(1, "want", **run.limits, number=0) == []
+    assert run.say(1, "boundary", **run.limits, number=0, steps=5) == []
 
 
 def test_after_a_loss_the_others_are_asked_and_the_lost_one_is_not_waited_for() -> None:
     run = ElasticRun(3)
     assert plain(run.lose(2)) == [("m0", "change", 0), ("m1", "change", 0)]
-    run.say(0, "boundary", number=0, steps=4)
-    assert plain(run.say(1, "boundary", number=0, steps=4)) == [("m0", "switch", 0, 4), ("m1", "switch", 0, 4)]
+    run.say(0, "boundary", **run.limits, number=0, steps=4)
+    assert plain(run.say(1, "boundary", **run.limits, number=0, steps=4)) == [
+        ("m0", "switch", 0, 4),
+        ("m1", "switch", 0, 4),
+    ]
 
 
 def test_a_loss_while_boundaries_are_awaited_ends_that_wait() -> None:
     run = ElasticRun(3)
-    run.say(0, "want", number=0)
-    run.say(0, "boundary", number=0, steps=1)
-    run.say(2, "boundary", number=0, steps=1)
+    run.say(0, "want", **run.limits, number=0)
+    run.say(0, "boundary", **run.limits, number=0, steps=1)
+    run.say(2, "boundary", **run.limits, number=0, steps=1)
     assert plain(run.lose(1)) == [("m0", "switch", 0, 1), ("m2", "switch", 0, 1)]
 
 
@@ -367,10 +379,10 @@ def test_a_generation_that_was_formed_without_a_connection_is_told_again() -> No
 
 def test_what_was_asked_without_a_connection_is_asked_again() -> None:
     run = ElasticRun(2)
-    run.say(0, "want", number=0)
+    run.say(0, "want", **run.limits, number=0)
     assert plain(run.belongs(1, 0)) == [("m1", "change", 0)]
-    run.say(0, "boundary", number=0, steps=1)
-    run.say(1, "boundary", number=0, steps=1)
+    run.say(0, "boundary", **run.limits, number=0, steps=1)
+    run.say(1, "boundary", **run.limits, number=0, steps=1)
     assert plain(run.belongs(1, 0)) == [("m1", "switch", 0, 1)]
 
 
@@ -453,11 +465,14 @@ def test_a_new_coordinator_learns_where_members_can_stop_and_asks_the_others() -
     generation = generation_of(run, 0, 1)
     run.hello(0)
     run.belongs(0, 0)
-    assert run.say(0, "boundary", number=0, steps=9) == []  # It was asked before, and waits.
+    assert run.say(0, "boundary", **run.limits, number=0, steps=9) == []  # It was asked before, and waits.
     assert run.say(0, "recalled", **generation) == [("m1", {"op": "change", "scope": "w", "number": 0})]
     run.hello(1)
     assert plain(run.belongs(1, 0)) == [("m1", "change", 0)]
-    assert plain(run.say(1, "boundary", number=0, steps=3)) == [("m0", "switch", 0, 9), ("m1", "switch", 0, 9)]
+    assert plain(run.say(1, "boundary", **run.limits, number=0, steps=3)) == [
+        ("m0", "switch", 0, 9),
+        ("m1", "switch", 0, 9),
+    ]
 
 
 def test_who_has_ended_is_not_waited_for_by_a_new_coordinator() -> None:
@@ -521,9 +536,9 @@ NO_MEMBER_SENDS: dict[str, Callable[[], dict[str, Any]]] = {
     "nobody started": lambda: {"op": "depart", **LIMITS, "expected": 0, "finished": 1},
     "long values": lambda: {"op": "enter", **LIMITS, "after": -1, "ready": 1, "info": {"x": "x" * LONGEST_INFO}},
     "a long name": lambda: {"op": "belongs", **LIMITS, "scope": "x" * 2000, "number": 0},
-    "negative steps": lambda: {"op": "boundary", "number": 0, "steps": -1},
-    "too many steps": lambda: {"op": "boundary", "number": 0, "steps": 1 << 62},
-    "a negative number": lambda: {"op": "want", "number": -1},
+    "negative steps": lambda: {"op": "boundary", **LIMITS, "number": 0, "steps": -1},
+    "too many steps": lambda: {"op": "boundary", **LIMITS, "number": 0, "steps": 1 << 62},
+    "a negative number": lambda: {"op": "want", **LIMITS, "number": -1},
     "a description that nobody asked for": lambda: {
         "op": "recalled", "number": 5, "too_few": 0, "members": [{"member": described(1), "after": 1, "info": {}}]
     },
@@ -577,8 +592,8 @@ def test_members_that_come_and_go_leave_nothing_behind() -> None:
         run.enter(rank, ready=0)
         if rank % 3:
             run.enter(rank)
-        run.say(rank, "want", number=0)
-        run.say(rank, "boundary", number=0, steps=rank)
+        run.say(rank, "want", **run.limits, number=0)
+        run.say(rank, "boundary", **run.limits, number=0, steps=rank)
         if rank % 2:
             run.depart(rank)
         run.lose(rank)

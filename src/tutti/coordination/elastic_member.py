@@ -17,13 +17,14 @@ A coordinator that was started anew gets from the outbox: that this process asks
 new coordinator decides the same. It may ask this process to describe its generation (`recall`).
 
 Waits: `enter` and `stops_here` end when the coordinator has answered, which it does when all living members have
-asked, or answered; when this process is excluded, or the coordinator was in the process of a rank that is lost
-(`RankLost`); and when there is no place for this process (`EnvironmentConflict`).
+asked, or answered; at the timeout, where too few come to begin; when this process is excluded, or the coordinator was
+in the process of a rank that is lost (`RankLost`); and when there is no place for this process (`EnvironmentConflict`).
 """
 
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from math import inf
 from typing import Any
 
@@ -31,7 +32,7 @@ from tutti.coordination.activity import MEMBERSHIP_ACTION
 from tutti.coordination.description import MemberDescription
 from tutti.coordination.frames import Message
 from tutti.coordination.member import Member, check_coordinator
-from tutti.errors import EnvironmentConflict
+from tutti.errors import DeadlineExceeded, EnvironmentConflict
 
 
 @dataclass(frozen=True)
@@ -96,15 +97,17 @@ class ElasticMember:
         ids = [each.description.id for each in self.generation.members]
         return ids.index(self.member.description.id)
 
-    def enter(self, info: dict[str, Any], *, ready: bool = True) -> Generation | None:
+    def enter(self, info: dict[str, Any], *, ready: bool = True, timeout: timedelta | None = None) -> Generation | None:
         """Ask for the next generation, and wait until it is formed.
 
         Args:
             info: a few values that all other members get (`generations.LONGEST_INFO`).
             ready: with False, take part in the first generation, or return None at once if the world has begun without
                 this process, which then enters again when it is ready for a later one.
+            timeout: how long to wait for the others, where nobody else ends that wait: for the first generation, which
+                does not begin without the minimum.
 
-        Raises `EnvironmentConflict` if there is no place for this process.
+        Raises `EnvironmentConflict` if there is no place for this process, `DeadlineExceeded` after `timeout`.
         """
         known, before, key = self.member.known, self.number, ("enter", self.name)
 
@@ -112,9 +115,9 @@ class ElasticMember:
             return self._newest > before
 
         self.member.outbox.withdraw(("belongs", self.name))
-        self._send("enter", after=before, ready=int(ready), **self._limits, info=info)
+        self._send("enter", after=before, ready=int(ready), info=info)
         try:
-            self._wait(lambda: formed() or (not ready and self.name in known.running))
+            self._wait(lambda: formed() or (not ready and self.name in known.running), timeout)
         except BaseException:
             self.member.outbox.withdraw(key)
             raise
@@ -122,7 +125,7 @@ class ElasticMember:
         if not formed():
             return None
         self._take(known.generations[self.name])
-        self._send("belongs", number=self.number, **self._limits)
+        self._send("belongs", number=self.number)
         return self.generation
 
     def _take(self, message: Message) -> None:
@@ -176,13 +179,9 @@ class ElasticMember:
         self._has_departed, self._has_finished = True, self._has_finished or finished
         self._listening()
         self.member.outbox.withdraw(*((op, self.name) for op in ("enter", "belongs", "want", "boundary")))
-        self._send("depart", **self._limits, finished=int(finished))
+        self._send("depart", finished=int(finished))
 
     # The coordinator's side
-
-    @property
-    def _limits(self) -> dict[str, int]:
-        return asdict(self.limits)
 
     @property
     def _newest(self) -> int:
@@ -198,9 +197,9 @@ class ElasticMember:
 
     def _send(self, op: str, **fields: Any) -> None:
         """Send a message about this world, to later coordinators too."""
-        self.member.outbox.send((op, self.name), {"op": op, "scope": self.name, **fields})
+        self.member.outbox.send((op, self.name), {"op": op, "scope": self.name, **asdict(self.limits), **fields})
 
-    def _wait(self, over: Callable[[], bool]) -> None:
+    def _wait(self, over: Callable[[], bool], timeout: timedelta | None = None) -> None:
         """Wait for the coordinator, which waits for the other members that are alive."""
         member = self.member
 
@@ -212,7 +211,13 @@ class ElasticMember:
         others = {each.description.rank for each in members if each.description.id not in member.known.lost}
         ranks = sorted(others - {member.description.rank})
         with member.activity.waiting(ranks, MEMBERSHIP_ACTION, any_of=True, observed=False):
-            member.wait(over, check, inf)
+            if not member.wait(over, check, inf if timeout is None else timeout.total_seconds()):
+                assert timeout is not None
+                raise DeadlineExceeded(
+                    f"rank {member.description.rank}: after {timeout.total_seconds():g} s fewer than "
+                    f"{self.limits.minimum} workers are here, with which this run begins. Look whether they were "
+                    f"started, and whether they reach {member.place}; tutti.init(timeout=...) waits longer."
+                )
 
     def _changed(self) -> None:
         """Answer the coordinator. Called by any thread."""

@@ -7,9 +7,9 @@ of it and does what is due; it is called after everything that happens, and does
 order in which messages come does not matter, nor whether they come from a coordinator's whole life or all at once
 after a restart.
 
-*Begin.* The first generation is formed when as many have asked as the launcher has started, or when the minimum has
+*Begin.* The first generation is formed when all have asked that the launcher has started, or when the minimum has
 and nobody else came for `_SETTLE_S`. Only members that do not know of a generation yet begin a world: those that are
-`ready` were told that it runs.
+`ready` were told that it runs. Fewer than the minimum wait until they give up (`tutti.init(timeout=...)`).
 
 *Next.* A later one is formed when all living members of the present one have asked. With fewer members than the
 minimum it waits as long as the launcher replaces lost workers. After that it is formed with `too_few`, so that its
@@ -26,11 +26,12 @@ formed without a connection to it, and questions of this generation (`_tell`).
 
 *A new coordinator* knows nothing. Each member says the number of its generation, and the one with the largest is asked
 (*recall*) to describe that generation; if it is lost before it has, the next one is asked. Members of it that nobody
-has seen count as living until they connect or are found lost. A generation that was formed and is known to none of the
-living was begun by none of them, so they go on from the one before; its number is not used again.
+has seen count as living until they connect or are found lost. One that another of them says to be lost does not count:
+it was evicted, and must not come back because it is the first to connect. A generation that was formed and is known to
+none of the living was begun by none of them, so they go on from the one before; its number is not used again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +52,8 @@ class Members:
     """Whether a member is neither lost nor unknown."""
     describe: Callable[[str], dict[str, Any]]
     """Returns the description of a member that is there."""
+    claims: Callable[[str], Set[str]]
+    """Returns the members that said, when they connected, that one which is there was lost."""
     send: Callable[[str, Message], None]
     """Sends a message to a member, if it is connected."""
     meet: Callable[[str, list[dict[str, Any]]], None]
@@ -185,9 +188,11 @@ class ElasticWorld:
         """
         come = [member for member, request in self.requests.items() if not request.ready]
         settled = now - self.asked_at >= _SETTLE_S and now - started >= _RECONNECT_S
-        if len(come) >= min(self.expected, self.maximum) or (settled and len(come) >= self.minimum):
-            chosen = sorted(come[: self.maximum], key=lambda member: int(self.there.describe(member)["rank"]))
-            self._form(chosen, too_few=False)
+        ranks = {member: int(self.there.describe(member)["rank"]) for member in come}
+        # Who was started later has another number, unless one of these is lost.
+        started_first = {rank for rank in ranks.values() if rank < self.expected}
+        if len(started_first) >= min(self.expected, self.maximum) or (settled and len(come) >= self.minimum):
+            self._form(sorted(come[: self.maximum], key=ranks.__getitem__), too_few=False)
         elif now - max(self.asked_at, started) >= patience_s:
             # They were told by a coordinator before this one that the world runs, and nobody of it has come.
             for member in self._newcomers():
@@ -250,7 +255,7 @@ class ElasticWorld:
             or any(self.wants.get(member) == self.number for member in living)
             or any(self._boundary(member) is not None for member in living)  # Somebody was asked, and waits.
             # Strategies that go on without lost ranks end the generation where all can stop.
-            or any(member not in self.departed and not self.there.is_there(member) for member in self.members)
+            or any(member not in self.departed and self._is_lost(member) for member in self.members)
         )
 
     def _end(self, living: list[str]) -> None:
@@ -305,7 +310,15 @@ class ElasticWorld:
 
     def _living(self) -> list[str]:
         """Return the members of the present generation that still take part, by rank."""
-        return [each for each in self.members if each not in self.departed and self.there.is_there(each)]
+        return [each for each in self.members if each not in self.departed and not self._is_lost(each)]
+
+    def _is_lost(self, member: str) -> bool:
+        """Return whether a member of the present generation is lost, to this coordinator or to others of them."""
+        if not self.there.is_there(member):
+            return True
+        # A coordinator before this one has evicted it, and it was the first to connect to this one.
+        claims = self.there.claims(member)
+        return bool(claims) and any(each in self.members and self.there.is_there(each) for each in claims)
 
     def _newcomers(self) -> list[str]:
         """Return new members that wait, the first one first."""

@@ -40,8 +40,8 @@ SCHEMA: dict[str, Fields] = {
     "belongs": {"scope": str, **_LIMITS, "number": int},
     "recalled": {"scope": str, "number": int, "members": list, "too_few": int},
     "depart": {"scope": str, **_LIMITS, "finished": int},
-    "want": {"scope": str, "number": int},
-    "boundary": {"scope": str, "number": int, "steps": int},
+    "want": {"scope": str, **_LIMITS, "number": int},
+    "boundary": {"scope": str, **_LIMITS, "number": int, "steps": int},
     # From the coordinator.
     "welcome": {"version": str, "lost": dict, "host_id": str},
     "refused": {"reason": str},

@@ -107,14 +107,14 @@ class GenerationTable:
     def want(self, member: str, message: Message, now: float) -> None:
         """A member wants to leave, or knows another reason why its generation should end."""
         number = _number(message, "number")
-        if (world := self._worlds.get(message["scope"])) is not None:
+        if (world := self._world(member, message)) is not None:
             world.wants[member] = number
             self._advance(world, now)
 
     def boundary(self, member: str, message: Message, now: float) -> None:
         """A member says after how many steps of its generation it can stop."""
         boundary = _number(message, "number"), _number(message, "steps")
-        if (world := self._worlds.get(message["scope"])) is not None:
+        if (world := self._world(member, message)) is not None:
             world.boundaries[member] = boundary
             self._advance(world, now)
 

@@ -54,6 +54,8 @@ _LONGEST_REASON = 150
 """Characters of a reason that another member gives for a loss."""
 _LONGEST_ID = 32
 _MOST_OVER = 100
+_MOST_CLAIMS = 100
+"""Members that are remembered to have said that another one is lost which is here."""
 
 
 class Refused(Exception):
@@ -84,6 +86,8 @@ class CoordinatorState:
         """Members that are gone for good, and why."""
         self.evicted: deque[tuple[MemberDescription, str]] = deque()
         """Members that were lost while their processes may still be there, and why, for a launcher to end them."""
+        self._claims: dict[str, set[str]] = {}
+        """Members that are here and that others have said to be lost, and these."""
         self._patience_s, self._host_id = patience_s, host_id
         self._watch = MemberWatch(
             patience_s, host_id, look, lambda colleague, **fields: self._send(colleague, op="look", **fields)
@@ -108,6 +112,7 @@ class CoordinatorState:
             Members(
                 is_there=self.members.__contains__,
                 describe=lambda member: self.members[member].description.to_json(),
+                claims=lambda member: self._claims.get(member, set()),
                 send=lambda member, message: self.outbox.append((member, message)),
                 meet=self._meet,
             ),
@@ -165,7 +170,11 @@ class CoordinatorState:
         for member, reason in hello["lost"].items():
             if not isinstance(reason, str) or len(member) > _LONGEST_ID:
                 raise ProtocolError("a loss is a member and a reason")
-            if member not in self.lost and member not in self.members and not self._is_full:
+            if member in self.members:
+                claims = self._claims.setdefault(member, set())
+                if len(claims) < _MOST_CLAIMS:
+                    claims.add(hello["member"]["id"])
+            elif member not in self.lost and not self._is_full:
                 self._remember_lost(member, reason[:_LONGEST_REASON])
         for known in map(MemberDescription.from_json, hello["known"]):
             self._expect(known, now)
@@ -308,6 +317,7 @@ class CoordinatorState:
         """Go on without a member, for good."""
         member = record.id
         del self.members[member]
+        self._claims.pop(member, None)
         self._values.drop_member(member)
         # To itself too, if it is connected: it then knows that it was evicted, and why. One that left may end now.
         self.outbox.append((member, {"op": "refused", "reason": f"the job goes on without it: {reason}"}))

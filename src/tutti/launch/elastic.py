@@ -30,7 +30,7 @@ def join_elastic(environment: RankEnvironment, limits: tuple[int, int], kind: st
     Args:
         limits: the fewest and the most workers.
         kind: the transport, as `tutti.init` takes it.
-        limit: how long to wait for the coordinator.
+        limit: how long to wait for the coordinator, and for the fewest workers with which the run begins.
     """
     if mpi.is_mpi(kind):
         raise ConfigError(
@@ -47,7 +47,7 @@ def join_elastic(environment: RankEnvironment, limits: tuple[int, int], kind: st
         )
     elastic = ElasticMember(member, name, found)
     connections = _Connections(environment, member, kind)
-    generation = elastic.enter({}, ready=False)
+    generation = elastic.enter({}, ready=False, timeout=limit)
     elasticity = Elasticity(elastic, connections, is_new=generation is None)
     if generation is None:
         size = member.known.running[elastic.name] + 1
