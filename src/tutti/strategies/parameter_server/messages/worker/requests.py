@@ -73,10 +73,14 @@ class RequestSender:
         for work in [self._transport.spawn(self.send(server, kind)) for server in self.servers]:
             work.wait()
 
-    def fetch_states(self, slots: Iterable[Slot]) -> dict[str, Any]:
-        """Return the state of all servers' optimisers, by parameter. After a barrier, when no server steps."""
+    def fetch_states(self, slots: Iterable[Slot], servers: list[int] | None = None) -> dict[str, Any]:
+        """Return the state of servers' optimisers, by parameter; of all by default.
+
+        After a barrier, when no server steps.
+        """
         fetched: list[Any] = []
-        for work in [self._transport.spawn(self._fetch_state(server, fetched)) for server in self.servers]:
+        asked = self.servers if servers is None else servers
+        for work in [self._transport.spawn(self._fetch_state(server, fetched)) for server in asked]:
             self.wait(work)
         # States are merged by name and range: the segment's slot and place in its shard are not known here, nor used.
         segments = [
