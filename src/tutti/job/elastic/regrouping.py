@@ -331,8 +331,9 @@ def _positions(
             # One that is behind takes over what the others have.
             info = first if info["progress"] < first["progress"] else info
             positions.append(info["positions"][number])
-        elif (steps := _lost_steps(rank, new)) is not None and number < len(first["trails"]):
-            positions.append(data.position_after(first["trails"][number], steps.begun))
+        elif (steps := _lost_steps(rank, new)) is not None:
+            trails = [each["trails"][number] for each in infos.values() if number < len(each["trails"])]
+            positions.append(data.position_after(trails, steps.begun))
         else:  # Lost: what it did since the last agreement is in nobody's model.
             positions.append(first["agreed"][number])
     return positions

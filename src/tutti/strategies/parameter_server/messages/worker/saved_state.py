@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tutti.codecs import Codec
 from tutti.codecs.base import State
-from tutti.errors import DeadlineExceeded, RankLost
+from tutti.errors import RankLost
 from tutti.strategies.compressed_state import CodecMemory, Span, owed
 from tutti.strategies.parameter_server.messages.config import ServerGroupConfig
 from tutti.strategies.parameter_server.messages.server import Server
@@ -57,9 +57,13 @@ class SavedShards(ParameterServerWorker):
         optimiser kept for them is lost. Workers that find other servers left, because one more is lost meanwhile, have
         other digests, and continue as the first of them does.
         """
-        living = self._settle_after_loss()
-        states = self._requests.fetch_states(self.replica.slots, living)
-        with suppress(RankLost, DeadlineExceeded):
+        steps_alone = not self._strategy.clips_means and (
+            self._consistency.bound is not None or self._consistency.quorum == 1
+        )
+        # Servers that step together wait for the lost one: their updates stay where they are.
+        living = self._settle_after_loss() if steps_alone else self._requests.servers
+        states, living = self._requests.fetch_living(self.replica.slots, living)
+        if steps_alone:
             self._pull_living()  # Nobody closes its server before all have read.
         state = {"optimizer": states, "buffers": PerRank(own_buffers(self.replica)), "servers": living}
         if self._config.codec is not None:

@@ -18,7 +18,7 @@ from tutti.strategies.parameter_server.messages.worker.requests import RequestSe
 from tutti.strategies.parameter_server.messages.worker.saved_state import SavedShards
 from tutti.strategies.parameter_server.messages.worker.shard import WorkerShard, make_worker_shard
 from tutti.strategies.user_changes import record_loaded
-from tutti.transports import Transport
+from tutti.transports import Transport, Work
 from tutti.transports.base import Operation
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ class MessageWorker(SavedShards):
                 slot = replica.buckets[shard.spec.bucket_index].slots[segment.slot_index]
                 self._shards_by_slot.setdefault(slot, []).append(shard)
         servers = sorted(self._shards_by_server)
+        self._barriers: dict[int, Work] = {}
+        """The last barrier at each server."""
         self._requests = RequestSender(self._channel, self._config, self._server, servers)
         context = WorkerContext(replica, self._config, self._channel, self.events, self._staleness)
         self._puller = ShardPuller(context, self._shards, self._requests)
@@ -166,7 +168,9 @@ class MessageWorker(SavedShards):
         for shard in self._shards:
             shard.reply = None  # Replies of earlier pulls must not be taken for those of this request.
         # All servers are asked before any is waited for: where they step jointly, none can complete its barrier alone.
-        for work in [self._channel.spawn(self._pull_from(server, kind)) for server in self._requests.servers]:
+        works = {server: self._channel.spawn(self._pull_from(server, kind)) for server in self._requests.servers}
+        self._barriers = works if kind == RequestKind.BARRIER else {}
+        for work in works.values():
             self._requests.wait(work)
         for shard in self._shards:
             self._puller.load(shard)
@@ -177,8 +181,11 @@ class MessageWorker(SavedShards):
 
     def _pull_living(self) -> list[int]:
         """Wait for all living workers at the servers that are left, and load their shards; return these servers."""
+        # One that was entered before the loss was noticed, and is not over, is the same as that of the others.
         works = {
-            server: self._channel.spawn(self._pull_from(server, RequestKind.BARRIER))
+            server: work
+            if (work := self._barriers.get(server)) is not None and not work.done()
+            else self._channel.spawn(self._pull_from(server, RequestKind.BARRIER))
             for server in self._requests.servers
         }
         living = []
