@@ -202,7 +202,7 @@ class Cursor:
     def changed(self) -> None:
         """The position is one that was agreed on when ranks changed: loops that are under way continue from it."""
         self.agreed = self._committed
-        self._trail, self._first_step = Trail(self._committed), self.world.sample_counts.num_steps
+        self._trail, self._first_step = Trail(self._committed, self._trail), self.world.sample_counts.num_steps
         self.num_regroupings += 1
 
     @property

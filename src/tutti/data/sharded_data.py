@@ -117,12 +117,13 @@ class ShardedData(ABC):
         """The positions of this rank after each of its steps since ranks have changed (`Trail.export`)."""
         return self._cursor.trail.export()
 
-    def position_after(self, trail: list[list[int]], num_steps: int) -> list[int]:
-        """Return where a rank was after a number of steps, from the trail of any rank.
+    def position_after(self, trails: list[list[list[int]]], num_steps: int) -> list[int]:
+        """Return where a rank was after a number of steps, from the trails of others; the longest counts.
 
-        Called before ranks change. Where the trail is shorter, the loop is taken to have gone on as before.
+        Called before ranks change. Where that trail is too short, the loop is taken to have gone on as before.
         """
-        epoch, num_items = Trail.read(trail).after(num_steps)
+        longest = max(map(Trail.read, trails), key=lambda trail: trail.num_steps)
+        epoch, num_items = longest.after(num_steps)
         while (length := self._column_length(epoch)) is not None and num_items >= length:
             epoch, num_items = epoch + 1, num_items - length
         return [epoch, num_items]

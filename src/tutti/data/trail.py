@@ -34,6 +34,10 @@ class _Run:
     def last_step(self) -> int:
         return self.step + (self.count - 1) * self.step_stride
 
+    def follow(self, step: int, position: tuple[int, int]) -> "_Run":
+        """Return the next run, which advances as this one until it is known how it does."""
+        return _Run(step, *position, 1, self.step_stride, self.item_stride)
+
     def position(self, number: int) -> tuple[int, int]:
         """Return the position of an entry, counted from the first."""
         return self.epoch, self.num_items + number * self.item_stride
@@ -42,9 +46,9 @@ class _Run:
 class Trail:
     """Positions after numbers of steps, which increase."""
 
-    def __init__(self, position: tuple[int, int]) -> None:
-        """Start at a position, after no step."""
-        self._runs = [_Run(0, *position)]
+    def __init__(self, position: tuple[int, int], before: "Trail | None" = None) -> None:
+        """Start at a position, after no step; `before` is the trail of the same loop until then."""
+        self._runs = [_Run(0, *position) if before is None else before._runs[-1].follow(0, position)]
 
     @property
     def num_steps(self) -> int:
@@ -60,17 +64,17 @@ class Trail:
             last.count -= 1
             if not last.count:
                 self._runs.pop()
-            self._runs.append(_Run(step, *position))
+            self._runs.append(last.follow(step, position))
             return
         step_stride, item_stride = step - last.last_step, position[1] - last.position(last.count - 1)[1]
         if position[0] != last.epoch:
-            self._runs.append(_Run(step, *position))
+            self._runs.append(last.follow(step, position))
         elif last.count == 1:
             last.count, last.step_stride, last.item_stride = 2, step_stride, item_stride
         elif (step_stride, item_stride) == (last.step_stride, last.item_stride):
             last.count += 1
         else:
-            self._runs.append(_Run(step, *position))
+            self._runs.append(last.follow(step, position))
 
     def after(self, num_steps: int) -> tuple[int, int]:
         """Return the position after a number of steps; behind the end, as if the epoch went on."""
@@ -83,9 +87,8 @@ class Trail:
 
     def _continued(self, num_steps: int) -> tuple[int, int]:
         last = self._runs[-1]
-        usual = next((run for run in reversed(self._runs) if run.count > 1), last)
         epoch, num_items = last.position(last.count - 1)
-        return epoch, num_items + -(-(num_steps - last.last_step) * usual.item_stride // usual.step_stride)
+        return epoch, num_items + -(-(num_steps - last.last_step) * last.item_stride // last.step_stride)
 
     def export(self) -> list[list[int]]:
         """Return the newest runs, as values that can be sent."""

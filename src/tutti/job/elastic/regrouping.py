@@ -213,14 +213,14 @@ class ElasticJob:
         exchange, generation = self._the_job._exchange, self._elastic.member.generation
         assert generation is not None
         others = (rank for rank in range(len(generation.members)) if rank != self._elastic.member.rank)
-        known = {str(rank): exchange.steps_of(rank) for rank in others} if exchange.tolerates_loss else {}
+        known = {str(rank): exchange.steps_of(rank) for rank in others}
         equal = exchange.equal_after_steps
         return {
             "progress": self._progress,
             "digest": _digest(self._state_of_strategy),
             "positions": [list(data.position) for data in self._data],
             "agreed": [list(data.position if equal else data.agreed_position) for data in self._data],
-            "trails": [data.trail for data in self._data] if known else [],
+            "trails": [] if equal else [data.trail for data in self._data],
             "steps": {rank: list(steps) for rank, steps in known.items() if steps is not None},
         }
 
@@ -363,8 +363,9 @@ def _positions(
             # One that is behind takes over what the others have.
             info = first if info["progress"] < first["progress"] else info
             positions.append(info["positions"][number])
-        elif (steps := _lost_steps(rank, new)) is not None and number < len(first["trails"]):
-            positions.append(data.position_after(first["trails"][number], steps.begun))
+        elif (steps := _lost_steps(rank, new)) is not None:
+            trails = [each["trails"][number] for each in infos.values() if number < len(each["trails"])]
+            positions.append(data.position_after(trails, steps.begun))
         else:  # Lost: what it did since the last agreement is in nobody's model.
             positions.append(first["agreed"][number])
     return positions

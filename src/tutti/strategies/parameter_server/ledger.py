@@ -120,6 +120,8 @@ class Ledger:
         self._consistency = consistency
         self._members = members
         self._clocks = dict.fromkeys(members, 0)
+        self._num_pushed = dict.fromkeys(members, 0)
+        """By worker: updates since the ledger was made or started again. Not its clock, which moves on when it joins it."""
         self._pending: list[Update] = []
 
     def restart(self) -> None:
@@ -128,6 +130,7 @@ class Ledger:
         self.order_position = 0
         # Workers that left keep an entry: they may join again.
         self._clocks = dict.fromkeys(self._clocks, 0)
+        self._num_pushed = dict.fromkeys(self._clocks, 0)
         self._pending.clear()
 
     @property
@@ -149,6 +152,10 @@ class Ledger:
         """Return the clock of a worker's next update."""
         return self._clocks[worker]
 
+    def num_pushed(self, worker: int) -> int:
+        """Return how many updates of a worker have arrived."""
+        return self._num_pushed[worker]
+
     def join(self, worker: int) -> None:
         """Let a worker's next update be for the next version."""
         if self._consistency.bound is not None:
@@ -169,6 +176,7 @@ class Ledger:
         update.clock = self._clocks[update.worker]
         # Counted here and not sent along: a connection keeps the order of a worker's pushes, so both ends count alike.
         self._clocks[update.worker] += 1
+        self._num_pushed[update.worker] += 1
         self._pending.append(update)
 
     def take_due(self) -> list[Update]:

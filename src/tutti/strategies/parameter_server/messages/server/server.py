@@ -143,6 +143,10 @@ class Server:
         except _MALFORMED as error:
             self._lifecycle.reject(worker, str(error))
 
+    def num_pushed(self, worker: int) -> list[int]:
+        """Return how many updates of a worker have arrived at each shard."""
+        return [shard.ledger.num_pushed(worker) for shard in self._shards.values()]
+
     def copy_state(self) -> dict[str, Any]:
         """Return a copy of the optimiser's state of all shards."""
         return self._versions.copy_state()

@@ -78,11 +78,18 @@ class RequestSender:
         fetched: list[Any] = []
         for work in [self._transport.spawn(self._fetch_state(server, fetched)) for server in self.servers]:
             self.wait(work)
-        # States are merged by name and range: the segment's slot and place in its shard are not known here, nor used.
-        segments = [
-            (name, ShardSegment(0, start, stop, 0, is_whole), state) for name, (start, stop, is_whole), state in fetched
-        ]
-        return merge_segment_states(segments, {slot.name: slot for slot in slots})
+        return _merged(fetched, slots)
+
+    def fetch_living(self, slots: Iterable[Slot], servers: list[int]) -> tuple[dict[str, Any], list[int]]:
+        """Return the same of those of some servers that are not lost, and these servers."""
+        parts: dict[int, list[Any]] = {server: [] for server in servers}
+        works = {server: self._transport.spawn(self._fetch_state(server, part)) for server, part in parts.items()}
+        for server, work in works.items():
+            try:
+                self.wait(work)
+            except RankLost:
+                del parts[server]
+        return _merged([segment for part in parts.values() for segment in part], slots), sorted(parts)
 
     def _fetch_state(self, server: int, segments: list[Any]) -> Operation:
         """Append the optimiser's state of a server's segments to `segments`."""
@@ -146,6 +153,15 @@ class RequestSender:
             self.send_to_all(RequestKind.DISCONNECT)
             if self.local_server is not None:
                 self._transport.spawn(_wait_for(self.local_server.over)).wait()
+
+
+def _merged(fetched: list[Any], slots: Iterable[Slot]) -> dict[str, Any]:
+    """Return the state of whole parameters, by name, from that of segments."""
+    # By name and range: the segment's slot and place in its shard are not known here, nor used.
+    segments = [
+        (name, ShardSegment(0, start, stop, 0, is_whole), state) for name, (start, stop, is_whole), state in fetched
+    ]
+    return merge_segment_states(segments, {slot.name: slot for slot in slots})
 
 
 def _wait_for(signal: Signal) -> Operation:

@@ -1,15 +1,18 @@
 """`SavedShards`: what a worker and its servers save, and how another run continues from it."""
 
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 
 from tutti.codecs import Codec
 from tutti.codecs.base import State
+from tutti.errors import RankLost
 from tutti.strategies.compressed_state import CodecMemory, Span, owed
 from tutti.strategies.parameter_server.messages.config import ServerGroupConfig
 from tutti.strategies.parameter_server.messages.server import Server
 from tutti.strategies.parameter_server.messages.wire import RequestKind
+from tutti.strategies.parameter_server.messages.worker.puller import ShardPuller
 from tutti.strategies.parameter_server.messages.worker.requests import RequestSender
 from tutti.strategies.parameter_server.messages.worker.shard import WorkerShard
 from tutti.strategies.parameter_server.worker import ParameterServerWorker
@@ -28,8 +31,12 @@ class SavedShards(ParameterServerWorker):
     _shards: list[WorkerShard]
     _shards_by_server: dict[int, list[WorkerShard]]
     _requests: RequestSender
+    _puller: ShardPuller
 
     def _pull_all(self, kind: RequestKind) -> None:
+        raise NotImplementedError
+
+    def _pull_living(self) -> list[int]:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -43,10 +50,38 @@ class SavedShards(ParameterServerWorker):
             state["residuals"] = memory.state_dict(self._config.codec, self.gradient_share)
         return state
 
+    def state_after_loss(self) -> dict[str, Any]:
+        """Return the state of the servers that are left; collective among the workers that are left.
+
+        A lost rank takes its shards with it. Of these the model holds the values that were read last, and what the
+        optimiser kept for them is lost. Workers that find other servers left, because one more is lost meanwhile, have
+        other digests, and continue as the first of them does.
+        """
+        steps_alone = not self._strategy.clips_means and (
+            self._consistency.bound is not None or self._consistency.quorum == 1
+        )
+        # Servers that step together wait for the lost one: their updates stay where they are.
+        living = self._settle_after_loss() if steps_alone else self._requests.servers
+        states, living = self._requests.fetch_living(self.replica.slots, living)
+        if steps_alone:
+            self._pull_living()  # Nobody closes its server before all have read.
+        state = {"optimizer": states, "buffers": PerRank(own_buffers(self.replica)), "servers": living}
+        if self._config.codec is not None:
+            memory = CodecMemory.collect(self._codec_states)
+            state["residuals"] = memory.state_dict(self._config.codec, self.gradient_share)
+        return state
+
+    def _settle_after_loss(self) -> list[int]:
+        """Let the servers that are left apply what was pushed; return them."""
+        for shard in self._shards:
+            with suppress(RankLost):
+                self._puller.wait(shard, force=True)
+        return self._pull_living()
+
     def load_state_dict(self, state: dict[str, Any]) -> set[str]:
         """Make servers start again from the model as it is here, and from this state of the optimiser."""
         self._load_buffers(state)
-        used = {"buffers"}
+        used = {"buffers", "servers"}
         if "optimizer" in state:
             used.add("optimizer")
             self._restart_servers(state)

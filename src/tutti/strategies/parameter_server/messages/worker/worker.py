@@ -1,11 +1,14 @@
 """Worker that pushes and pulls by messages. `messages/worker/__init__.py` says how it works."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from tutti.errors import RankLost
 from tutti.events import PULL, Event
 from tutti.replica import Bucket, Replica
 from tutti.replica.buckets import Slot
+from tutti.strategies.base import KnownSteps
 from tutti.strategies.parameter_server.messages.group import join_group
 from tutti.strategies.parameter_server.messages.wire import RequestKind
 from tutti.strategies.parameter_server.messages.worker.context import WorkerContext
@@ -15,7 +18,7 @@ from tutti.strategies.parameter_server.messages.worker.requests import RequestSe
 from tutti.strategies.parameter_server.messages.worker.saved_state import SavedShards
 from tutti.strategies.parameter_server.messages.worker.shard import WorkerShard, make_worker_shard
 from tutti.strategies.user_changes import record_loaded
-from tutti.transports import Transport
+from tutti.transports import Transport, Work
 from tutti.transports.base import Operation
 
 if TYPE_CHECKING:
@@ -45,6 +48,8 @@ class MessageWorker(SavedShards):
                 slot = replica.buckets[shard.spec.bucket_index].slots[segment.slot_index]
                 self._shards_by_slot.setdefault(slot, []).append(shard)
         servers = sorted(self._shards_by_server)
+        self._barriers: dict[int, Work] = {}
+        """The last barrier at each server."""
         self._requests = RequestSender(self._channel, self._config, self._server, servers)
         context = WorkerContext(replica, self._config, self._channel, self.events, self._staleness)
         self._puller = ShardPuller(context, self._shards, self._requests)
@@ -82,6 +87,13 @@ class MessageWorker(SavedShards):
     @property
     def tolerates_loss(self) -> bool:
         return self._server is None  # Otherwise a server, and its shards, would be lost with this rank.
+
+    def steps_of(self, rank: int) -> KnownSteps | None:
+        pushed = [] if self._server is None else self._server.num_pushed(rank)
+        if not pushed:
+            return None
+        # Its own shards are those that the others had read last, which may be a step behind.
+        return KnownSteps(max(0, min(pushed) - 1), max(pushed))
 
     # Joining and leaving
 
@@ -136,10 +148,18 @@ class MessageWorker(SavedShards):
             self._puller.wait(shard)
 
     def _wait_for_slots(self, slots: Iterable[Slot]) -> None:
-        for slot in slots:
-            for shard in self._shards_by_slot[slot]:
-                if shard.pending_pull is not None:
-                    self._puller.wait(shard)
+        if self.replica.lost is not None:
+            return  # The step that begins is void.
+        try:
+            for slot in slots:
+                for shard in self._shards_by_slot[slot]:
+                    if shard.pending_pull is not None:
+                        self._puller.wait(shard)
+        except RankLost as error:
+            # In a forward pass, where nobody else would note it.
+            if not self.replica.survives:
+                raise
+            self.replica.lost = error
 
     def _wait_for_pending(self) -> None:
         """Wait for every pull that was asked for."""
@@ -157,7 +177,9 @@ class MessageWorker(SavedShards):
         for shard in self._shards:
             shard.reply = None  # Replies of earlier pulls must not be taken for those of this request.
         # All servers are asked before any is waited for: where they step jointly, none can complete its barrier alone.
-        for work in [self._channel.spawn(self._pull_from(server, kind)) for server in self._requests.servers]:
+        works = {server: self._channel.spawn(self._pull_from(server, kind)) for server in self._requests.servers}
+        self._barriers = works if kind == RequestKind.BARRIER else {}
+        for work in works.values():
             self._requests.wait(work)
         for shard in self._shards:
             self._puller.load(shard)
@@ -165,6 +187,25 @@ class MessageWorker(SavedShards):
                 # As the server's ledger does for a worker that joins: its next push is for the next version.
                 shard.clock = max(shard.clock, shard.version)
         self.events.record(Event(PULL, start_s, self.transport.now()))
+
+    def _pull_living(self) -> list[int]:
+        """Wait for all living workers at the servers that are left, and load their shards; return these servers."""
+        # One that was entered before the loss was noticed, and is not over, is the same as that of the others.
+        works = {
+            server: work
+            if (work := self._barriers.get(server)) is not None and not work.done()
+            else self._channel.spawn(self._pull_from(server, RequestKind.BARRIER))
+            for server in self._requests.servers
+        }
+        living = []
+        for server, work in works.items():
+            with suppress(RankLost):
+                self._requests.wait(work)
+                living.append(server)
+        for shard in self._shards:
+            if shard.server in living and shard.reply is not None:
+                self._puller.load(shard)
+        return living
 
     def _pull_from(self, server: int, kind: RequestKind) -> Operation:
         """Send a request to a server, and receive the replies about all of its shards."""
