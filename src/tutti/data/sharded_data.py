@@ -32,6 +32,8 @@ class ShardedData(ABC):
         """Its number among all that this process has made, in the order in which it made them."""
         self._last_epoch: int | None = None
         """The last epoch of the run, if `epochs` was told."""
+        self._loop_regroupings = 0
+        """How often ranks had changed when the loop under way began, or continued."""
 
     def _take_over(self) -> None:
         """Continue where the other ranks are, on a rank that has joined an elastic world. Called when all is set up."""
@@ -50,9 +52,9 @@ class ShardedData(ABC):
         if elastic is None or not self._world.sample_counts.in_training:
             return False
         elastic.data.add(self)
-        num_regroupings = self._cursor.num_regroupings
         self._world.boundary()
-        return self._cursor.num_regroupings != num_regroupings
+        # Since the loop began, and not just now: another loop beside this one may have come here first.
+        return self._cursor.num_regroupings != self._loop_regroupings
 
     def _through_changes(self, first: Iteration, give_out: Callable[[Iteration], Iterator[Any]]) -> Iterator[Any]:
         """Yield the items of a loop, also after the ranks of an elastic world have changed.
@@ -63,6 +65,7 @@ class ShardedData(ABC):
         cursor, current = self._cursor, first
         loop_epoch = cursor.loop_epoch
         while True:
+            self._loop_regroupings = cursor.num_regroupings
             yield from give_out(current)
             if self._world.elastic is None:
                 return
