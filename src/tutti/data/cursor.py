@@ -100,6 +100,11 @@ class Cursor:
         self._first_step = world.sample_counts.num_steps
         """Steps of this process before those of the trail."""
 
+    @property
+    def world(self) -> World:
+        """The ranks that share the data."""
+        return self._world
+
     def start(self) -> Iteration:
         """Start a loop. If the one before was left before its end, the rest of its epoch is given up."""
         if self._iteration is not None:

@@ -38,7 +38,7 @@ class ShardedDataset(ShardedData):
         iteration.num_items = self._column_length(iteration.epoch) if self._world.sample_counts.in_training else None
         order = shuffled(len(self._dataset), self._seed, iteration.epoch)
         get = self._dataset.__getitem__
-        return in_turn(order, self._world, self._cursor, iteration, get, self._between_batches)
+        return in_turn(order, self._cursor, iteration, get, self._between_batches)
 
     def __len__(self) -> int:
         # In training all ranks have as many items as the longest: the last one of some has weight 0 (`in_turn`).

@@ -8,12 +8,10 @@ from tutti.data.cursor import Cursor, Iteration
 from tutti.data.division import refuse_empty, refuse_too_few
 from tutti.data.stages import not_used, num_left_over
 from tutti.replica.samples import num_rows
-from tutti.world import World
 
 
 def in_turn(
     items: Iterable[Any],
-    world: World,
     cursor: Cursor,
     iteration: Iteration,
     get: Callable[[Any], Any],
@@ -30,6 +28,7 @@ def in_turn(
         stops: called after each item; True if no more are to be given out, because the ranks have changed.
         first: number of the first of `items` in the epoch, where the ones before it have been left out.
     """
+    world = cursor.world
     activity, counts, num_used = world.transport.activity, world.sample_counts, iteration.first
     activity.enter("loading data")
     stages = [stage for stage in cursor.stages if stage.reached(iteration.epoch)]

@@ -41,7 +41,7 @@ class ShardedIterable(ShardedData):
         seed = cursor.worker_seed(lambda: draw_seed(stream.generator)) if stream.is_loader else None
         first_unused = iteration.first * world.size + world.rank
         first, items = stream.read(iteration.epoch, first_unused, cursor.stages, seed)
-        return in_turn(items, world, cursor, iteration, lambda item: item, self._between_batches, first)
+        return in_turn(items, cursor, iteration, lambda item: item, self._between_batches, first)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of all ranks in the data: the items whose steps were taken. Collective."""

@@ -123,6 +123,12 @@ class Exchange(Resumable):
         """Around a call in which this rank waits for others between steps, while they may still wait for this rank."""
         yield
 
+    @contextmanager
+    def out_of_data(self) -> Iterator[None]:
+        """Around the wait of a rank that has taken its last step, and may get more to do if another one is lost."""
+        with self.waiting():
+            yield
+
     @property
     def tolerates_loss(self) -> bool:
         """Whether the other ranks continue when this one is lost."""

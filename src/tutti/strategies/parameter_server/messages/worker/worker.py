@@ -48,6 +48,7 @@ class MessageWorker(SavedShards):
                 slot = replica.buckets[shard.spec.bucket_index].slots[segment.slot_index]
                 self._shards_by_slot.setdefault(slot, []).append(shard)
         servers = sorted(self._shards_by_server)
+        self._num_steps = 0
         self._barriers: dict[int, Work] = {}
         """The last barrier at each server."""
         self._requests = RequestSender(self._channel, self._config, self._server, servers)
@@ -82,7 +83,7 @@ class MessageWorker(SavedShards):
     def steps_of(self, rank: int) -> KnownSteps | None:
         pushed = [] if self._server is None else self._server.num_pushed(rank)
         if not pushed:
-            return None
+            return KnownSteps(0, self._num_steps)  # No shard is here. It was about as far as this rank.
         # Its own shards are those that the others had read last, which may be a step behind.
         return KnownSteps(max(0, min(pushed) - 1), max(pushed))
 
@@ -132,6 +133,7 @@ class MessageWorker(SavedShards):
 
     def _push(self, bucket: Bucket, norm: float) -> None:
         shards = self._shards_by_bucket[bucket.index]
+        self._num_steps += bucket.index == 0
         self._pusher.push(shards, bucket, self._weight, norm, self._options, self._is_void(bucket))
 
     def _wait_for_all(self) -> None:
