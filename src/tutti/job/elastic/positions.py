@@ -35,8 +35,8 @@ def positions(data: ShardedData, old: Generation, new: Generation, source: int, 
     for rank, each in enumerate(old.members):
         info = infos.get(each.description.id)
         if info is not None:
-            # One that is behind takes over what the others have.
-            info = first if info["progress"] < first["progress"] else info
+            # One that is behind takes over what the others have, unless steps are in the model one by one.
+            info = first if info["progress"] < first["progress"] and not info["steps"] else info
             found.append(info["positions"][number])
         elif (steps := lost_steps(rank, new)) is not None:
             found.append(data.position_after(_trails(new, number), steps.begun))
