@@ -101,10 +101,12 @@ class ShardedData(ABC):
         """Return the ranks that have come to the end of the last loop. Collective."""
         if self._cursor.num_regroupings != num_regroupings:
             raise _RanksHaveChanged  # What a lost rank has left comes first.
+        exchanges = list(self._world.usage.exchanges)
+        elastic = any(exchange.tolerates_loss for exchange in exchanges)  # Else a loss ends the wait.
         with ExitStack() as waits:
-            for exchange in list(self._world.usage.exchanges):
+            for exchange in exchanges:
                 waits.enter_context(exchange.out_of_data())
-            present: list[int] = self._world.calls.call("the end of the data", None, sorted, elastic=True)
+            present: list[int] = self._world.calls.call("the end of the data", None, sorted, elastic=elastic)
             return present
 
     # For `tutti.job.elastic`, while the ranks of an elastic world change.

@@ -34,6 +34,8 @@ class KnownSteps(NamedTuple):
     """Steps that are in it as a whole."""
     begun: int
     """Steps of which a part may be in it: those that are not complete are in it in part, or lost."""
+    is_estimate: bool = False
+    """Whether this counts only if nobody knows more."""
 
 
 class Exchange(Resumable):

@@ -53,7 +53,8 @@ def lost_steps(rank: int, new: Generation) -> KnownSteps | None:
     known = [info["steps"][str(rank)] for info in _infos(new).values() if str(rank) in info["steps"]]
     if not known:
         return None
-    complete, begun = zip(*known, strict=True)
+    exact = [each for each in known if not each[2]]
+    complete, begun, _ = zip(*(exact or known), strict=True)
     return KnownSteps(min(complete), max(begun))
 
 
