@@ -46,6 +46,9 @@ class CheckpointSettings:
 class Regrouping(Protocol):
     """What a job does so that training goes on with other ranks (`tutti.job.elastic`)."""
 
+    changes: Any
+    """What this has cost so far (`tutti.job.metrics.Changes`)."""
+
     def boundary(self) -> None:
         """This rank is between two batches: change the ranks, if it is time."""
         ...

@@ -101,6 +101,14 @@ def strategy_rows(metrics: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def change_rows(changes: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rows of a summary table for changes of the workers; none if there were none, and no counts of 0."""
+    if not changes["generations"]:
+        return []
+    counts = [(name.replace("_", " "), f"{changes[name]:,}") for name in changes if name != "seconds" and changes[name]]
+    return [*counts, ("time in changes of the workers", format_time(changes["seconds"]))]
+
+
 def _planned_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
     """The strategy that the planner chose, and its predicted and measured step."""
     rows = [("chosen strategy", status["chosen"])]

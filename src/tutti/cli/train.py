@@ -29,7 +29,14 @@ from tutti.cli.options import (
     parse_lr,
     parse_recipe_options,
 )
-from tutti.cli.progress import describe_rate, format_bytes, format_loss, strategy_rows, training_progress
+from tutti.cli.progress import (
+    change_rows,
+    describe_rate,
+    format_bytes,
+    format_loss,
+    strategy_rows,
+    training_progress,
+)
 from tutti.cli.run_folder import new_folder, note_folder_on_error
 from tutti.errors import ConfigError, TuttiError
 
@@ -167,6 +174,7 @@ def _table(summary: dict[str, Any]) -> Table:
         ("bytes sent per worker", format_bytes(summary["bytes_sent"])),
         ("waiting for other workers", f"{summary['waiting_share']:.1%}"),
         *strategy_rows(summary["strategy_metrics"]),
+        *change_rows(summary["changes"]),
     ):
         table.add_row(label, value)
     return table

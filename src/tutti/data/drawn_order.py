@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from tutti.collectives import broadcast_json
 from tutti.data import sampler_state
 from tutti.data.division import Batch
-from tutti.data.epoch_order import EpochOrder
+from tutti.data.epoch_order import KEPT_EPOCHS, EpochOrder
 from tutti.world import World
 
 
@@ -26,7 +26,7 @@ class DrawnOrder(EpochOrder):
         """Batches of epochs that may be continued."""
 
     def batches(self, epoch: int, num_parts: int, first_epoch: int) -> Sequence[Batch]:
-        self._drawn = {known: batches for known, batches in self._drawn.items() if known >= first_epoch}
+        self._drawn = {known: batches for known, batches in self._drawn.items() if known >= first_epoch - KEPT_EPOCHS}
         if epoch in self._drawn:
             return self._drawn[epoch]
         sampler_state.set_epoch(self._loader, epoch)

@@ -17,6 +17,9 @@ from tutti.data.division import Batch
 from tutti.data.samplers import AllRanksSampler, is_torchs, shuffled
 from tutti.world import World
 
+KEPT_EPOCHS = 2
+"""Epochs before that of the committed position which orders remember: a rank that is lost may have been behind."""
+
 
 class EpochOrder(ABC):
     """The batches of all ranks in each epoch."""

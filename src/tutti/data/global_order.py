@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from tutti.data.division import Batch
-from tutti.data.epoch_order import EpochOrder
+from tutti.data.epoch_order import KEPT_EPOCHS, EpochOrder
 from tutti.data.global_batches import GlobalBatches
 from tutti.data.sampler_state import set_generator
 
@@ -27,7 +27,7 @@ class GlobalOrder(EpochOrder):
         sampler = self._sampler
         # Steps of the world that the run began with, which `shard` splits between the ranks that are there now.
         sampler.num_parts = num_parts
-        self._starts = {known: start for known, start in self._starts.items() if known >= first_epoch}
+        self._starts = {known: start for known, start in self._starts.items() if known >= first_epoch - KEPT_EPOCHS}
         now = sampler.generator.get_state()
         if epoch > self._last or epoch not in self._starts:
             self._starts[epoch], self._last = now, max(epoch, self._last)

@@ -111,6 +111,12 @@ class ShardedLoader(ShardedData):
         super().regroup(positions)
         self._num_steps = self._count_steps()
 
+    @property
+    def _samples_per_item(self) -> int:
+        # Steps of a larger world are split among the ranks that are left, whose batches are larger.
+        whole = (self._source.batch_size or self._world.sample_counts.num_samples) * self._cursor.num_parts
+        return max(1, -(-whole // self._world.size))
+
     def _column_length(self, epoch: int) -> int | None:
         if isinstance(self._order, DrawnOrder):
             return None  # A draw may be a collective call, and cannot be repeated.

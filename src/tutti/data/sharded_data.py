@@ -3,6 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import count
 from typing import Any, Self
 
@@ -103,8 +104,12 @@ class ShardedData(ABC):
         """Return the ranks that have come to the end of the last loop. Collective."""
         if self._cursor.num_regroupings != num_regroupings:
             raise _RanksHaveChanged  # What a lost rank has left comes first.
-        with self._world.waiting():
-            present: list[int] = self._world.calls.call("the end of the data", None, sorted, elastic=True)
+        exchanges = list(self._world.usage.exchanges)
+        elastic = any(exchange.tolerates_loss for exchange in exchanges)  # Else a loss ends the wait.
+        with ExitStack() as waits:
+            for exchange in exchanges:
+                waits.enter_context(exchange.out_of_data())
+            present: list[int] = self._world.calls.call("the end of the data", None, sorted, elastic=elastic)
             return present
 
     # For `tutti.job.elastic`, while the ranks of an elastic world change.
@@ -130,6 +135,18 @@ class ShardedData(ABC):
         while (length := self._column_length(epoch)) is not None and num_items >= length:
             epoch, num_items = epoch + 1, num_items - length
         return [epoch, num_items]
+
+    def most_samples(self, trails: list[list[list[int]]], first: int, stop: int) -> int:
+        """Return the most samples that a rank can have used between two numbers of steps, before ranks change."""
+        (epoch, begin), (last_epoch, end) = (self.position_after(trails, number) for number in (first, stop))
+        lengths = [self._column_length(each) for each in range(epoch, last_epoch)]
+        num_items = end - begin + sum(length for length in lengths if length is not None)
+        return num_items * self._samples_per_item
+
+    @property
+    def _samples_per_item(self) -> int:
+        """The most samples of an item."""
+        return max(1, self._world.sample_counts.num_samples)
 
     def _column_length(self, epoch: int) -> int | None:
         """Number of items of a rank in an epoch, as it is divided now; None if it is not known."""

@@ -48,7 +48,7 @@ class Trail:
 
     def __init__(self, position: tuple[int, int], before: "Trail | None" = None) -> None:
         """Start at a position, after no step; `before` is the trail of the same loop until then."""
-        self._runs = [_Run(0, *position) if before is None else before._runs[-1].follow(0, position)]
+        self._runs: list[_Run] = [_Run(0, *position) if before is None else before._runs[-1].follow(0, position)]
 
     @property
     def num_steps(self) -> int:

@@ -3,6 +3,6 @@
 from tutti.job.checkpoints.restored import Restored
 from tutti.job.distribution import distribute, measure_link, sync_batchnorm
 from tutti.job.handle import Job
-from tutti.job.metrics import Metrics
+from tutti.job.metrics import Changes, Metrics
 
-__all__ = ["Job", "Metrics", "Restored", "distribute", "measure_link", "sync_batchnorm"]
+__all__ = ["Changes", "Job", "Metrics", "Restored", "distribute", "measure_link", "sync_batchnorm"]

@@ -5,6 +5,27 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Changes:
+    """What changes of the ranks have cost a job, as far as this rank has taken part in them."""
+
+    generations: int = 0
+    """Times that ranks have changed."""
+    lost_ranks: int = 0
+    """Ranks that were lost, or have left."""
+    voided_steps: int = 0
+    """Steps of this rank that a loss has ended. Their samples were used by a later step."""
+    seconds: float = 0.0
+    """Time that the changes took on this rank."""
+    lost_samples: int = 0
+    """The most samples that are in the model in part only, or not at all: of steps that a rank was lost in, or that it
+    had passed on to some ranks only. No sample is used twice."""
+    lost_residuals: int = 0
+    """Lost ranks whose codec had not sent all of their gradients yet."""
+    steps_cut_short: int = 0
+    """Steps of servers in shared memory that a lost rank had begun: they count as taken, as far as it came."""
+
+
+@dataclass(frozen=True)
 class Metrics:
     """Counters of a job on this rank, since `distribute`."""
 
@@ -29,6 +50,9 @@ class Metrics:
     - "skipped" (`AllReduce(skip_converged=...)`): the share of gradient elements that was not exchanged;
     - "planned" (`Auto`): the strategy at work, its predicted and its measured step.
     """
+
+    changes: Changes = Changes()
+    """What changes of the ranks have cost; all 0 where the ranks stay the same."""
 
     @property
     def waiting_share(self) -> float:

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from tutti.events import EXCHANGE, PULL, EventLog
-from tutti.job.metrics import Metrics
+from tutti.job.metrics import Changes, Metrics
 from tutti.parallel.model_on_mesh import ModelOnMesh
 from tutti.replica import HookedReplica
 from tutti.strategies import Exchange
@@ -38,7 +38,14 @@ class JobProgress:
             # exchanges.
             waiting_s=total.seconds + totals[PULL].seconds,
             strategy=self._exchange.metrics(),
+            changes=self._changes,
         )
+
+    @property
+    def _changes(self) -> Changes:
+        elastic = self.world.elastic
+        regrouping = None if elastic is None else elastic.regrouping
+        return Changes() if regrouping is None else regrouping.changes
 
     @property
     def model(self) -> nn.Module:

@@ -21,6 +21,7 @@ from tutti.checkpoint.index import candidates
 from tutti.collectives import native
 from tutti.data import GlobalBatches, ShardedLoader, shard
 from tutti.job import Job, distribute
+from tutti.job.metrics import Changes
 from tutti.launch import init
 from tutti.recipes import Recipe, collate, recipe
 from tutti.recipes.data import MapDataset
@@ -89,6 +90,8 @@ class TrainingResult:
     """Part of the time that this rank waited for others."""
     strategy_metrics: dict[str, Any]
     """The metrics of the strategy, `job.metrics.strategy`."""
+    changes: Changes
+    """What changes of the workers have cost, `job.metrics.changes`."""
     parameters: Tensor
     """All parameters of the trained model, flattened."""
 
@@ -155,6 +158,7 @@ def train(config: TrainingConfig) -> TrainingResult:
         bytes_sent=metrics.bytes_sent,
         waiting_share=metrics.waiting_share,
         strategy_metrics=metrics.strategy,
+        changes=metrics.changes,
         parameters=torch.cat([p.detach().reshape(-1) for p in model.parameters()]),
     )
 

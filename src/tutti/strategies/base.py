@@ -34,6 +34,8 @@ class KnownSteps(NamedTuple):
     """Steps that are in it as a whole."""
     begun: int
     """Steps of which a part may be in it: those that are not complete are in it in part, or lost."""
+    is_estimate: bool = False
+    """Whether this counts only if nobody knows more."""
 
 
 class Exchange(Resumable):
@@ -122,6 +124,12 @@ class Exchange(Resumable):
     def waiting(self) -> Iterator[None]:
         """Around a call in which this rank waits for others between steps, while they may still wait for this rank."""
         yield
+
+    @contextmanager
+    def out_of_data(self) -> Iterator[None]:
+        """Around the wait of a rank that has taken its last step, and may get more to do if another one is lost."""
+        with self.waiting():
+            yield
 
     @property
     def tolerates_loss(self) -> bool:

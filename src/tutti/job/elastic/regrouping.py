@@ -32,6 +32,7 @@ import logging
 import time
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -42,9 +43,11 @@ from tutti.coordination.elastic_member import Generation
 from tutti.data.sharded_data import ShardedData
 from tutti.errors import ConfigError, RankLost, TooFewWorkers
 from tutti.job.attach import attach_again
+from tutti.job.elastic.positions import positions, with_losses
 from tutti.job.elastic.transfer import share_state
+from tutti.job.metrics import Changes
 from tutti.replica.state import load_model_state, load_optimizer_state
-from tutti.strategies.base import KnownSteps
+from tutti.strategies import Exchange
 from tutti.strategies.saved_state import for_new_ranks, from_sent, of_this_rank
 from tutti.world import Elasticity, World
 
@@ -74,8 +77,8 @@ class ElasticJob:
         self._arriving = False
         """Whether this rank has joined others, and has not come to its first batch."""
         self.on_change: list[Callable[[World], None]] = []
-        self.num_voided = 0
-        self.seconds_lost = 0.0
+        self.changes = Changes()
+        """What changes of the ranks have cost so far."""
 
     # Places where ranks may change
 
@@ -162,8 +165,8 @@ class ElasticJob:
         job, started_s = self._the_job, time.monotonic()
         job._replica.activity.enter("membership")
         self._state_of_strategy = self._leave_exchange()
+        info = self._info(job._exchange)
         while True:
-            info = self._info()
             end_generation(job)
             self._elastic.connections.disconnect()
             old, new = self._elastic.member.generation, self._elastic.member.enter(info)
@@ -174,9 +177,13 @@ class ElasticJob:
                 break
             except RankLost as error:  # Another one. What is complete on this rank stays so.
                 _log.info("rank %d: a loss while ranks change: %s", self._world.transport.world_rank, error)
-        if self._kept_parts is not None:
-            self._kept_parts, self.num_voided = None, self.num_voided + 1
-        self.seconds_lost += time.monotonic() - started_s
+                info = self._info(None)
+        voided, self._kept_parts = int(self._kept_parts is not None), None
+        self.changes = replace(
+            self.changes,
+            voided_steps=self.changes.voided_steps + voided,
+            seconds=self.changes.seconds + time.monotonic() - started_s,
+        )
         for call in self.on_change:
             call(self._world)
         if new.too_few:
@@ -208,20 +215,27 @@ class ElasticJob:
             groups = job._replica.optimizer.param_groups
             self._kept_options = [{key: group[key] for key in group.keys() - {"params"}} for group in groups]
 
-    def _info(self) -> dict[str, Any]:
-        """Return what all others learn of this rank when it enters a generation."""
-        exchange, generation = self._the_job._exchange, self._elastic.member.generation
-        assert generation is not None
-        others = (rank for rank in range(len(generation.members)) if rank != self._elastic.member.rank)
-        known = {str(rank): exchange.steps_of(rank) for rank in others}
-        equal = exchange.equal_after_steps
+    def _info(self, exchange: Exchange | None) -> dict[str, Any]:
+        """Return what all others learn of this rank when it enters a generation.
+
+        Args:
+            exchange: that of the generation that ends; None if no step was taken in it.
+        """
+        known, cut_short = {}, 0
+        if exchange is not None:
+            others = (rank for rank in range(exchange.transport.size) if rank != exchange.transport.rank)
+            known = {str(rank): exchange.steps_of(rank) for rank in others}
+            cut_short = exchange.num_cut_short
+        state, equal = self._state_of_strategy, self._the_job._exchange.equal_after_steps
         return {
             "progress": self._progress,
-            "digest": _digest(self._state_of_strategy),
+            "digest": _digest(state),
             "positions": [list(data.position) for data in self._data],
             "agreed": [list(data.position if equal else data.agreed_position) for data in self._data],
             "trails": [] if equal else [data.trail for data in self._data],
             "steps": {rank: list(steps) for rank, steps in known.items() if steps is not None},
+            "cut_short": cut_short,
+            "has_residual": int(any(name.endswith("residuals") for name in state)),
         }
 
     @property
@@ -231,11 +245,13 @@ class ElasticJob:
 
     def _go_on(self, old: Generation, new: Generation) -> None:
         """Continue in a new generation, on a rank that was in the one before. Collective."""
-        world, first = self._world, new.members[_source(new)].info
-        positions = [_positions(data, old, new, first, number) for number, data in enumerate(self._data)]
+        world = self._world
+        source = _source(new)
+        found = [positions(data, old, new, source, number) for number, data in enumerate(self._data)]
+        self.changes = with_losses(self.changes, self._data, old, new)
         world.rank, world.size = self._elastic.member.rank, len(new.members)
         # Before anything that may fail: all ranks that come here do the same with the same numbers.
-        for data, each in zip(self._data, positions, strict=True):
+        for data, each in zip(self._data, found, strict=True):
             data.regroup(each)
         transport = self._elastic.connections.connect(new)
         world.renew(transport.rank, transport.size, transport)
@@ -303,7 +319,7 @@ class ElasticJob:
                 begin_generation(self._the_job, parts)
                 return
             except RankLost:
-                info = self._info() if self._has_state else _NOTHING
+                info = self._info(None) if self._has_state else _NOTHING
                 end_generation(self._the_job)
                 self._elastic.connections.disconnect()
                 again = self._elastic.member.enter(info)
@@ -341,7 +357,10 @@ def begin_generation(job: "Job", state: dict[str, Any]) -> None:
     job.world.usage.exchanges.add(exchange)
 
 
-_NOTHING = {"progress": -1, "digest": "", "positions": [], "agreed": [], "trails": [], "steps": {}}
+_NOTHING: dict[str, Any] = {
+    **{"progress": -1, "digest": "", "positions": [], "agreed": [], "trails": [], "steps": {}},
+    **{"cut_short": 0, "has_residual": 0},
+}
 """What a rank says of itself that has joined, and has not taken over anything yet."""
 
 
@@ -349,39 +368,6 @@ def _source(new: Generation) -> int:
     """Return the rank whose state others take over: the first that has completed most, of those that were there."""
     there = [rank for rank, each in enumerate(new.members) if each.after >= 0]
     return max(there, key=lambda rank: (new.members[rank].info["progress"], -rank))
-
-
-def _positions(
-    data: ShardedData, old: Generation, new: Generation, first: dict[str, Any], number: int
-) -> list[list[int]]:
-    """Return how far every rank of the last generation was in the data of a number: the same on all ranks."""
-    infos = {each.description.id: each.info for each in new.members if each.after >= 0}
-    positions = []
-    for rank, each in enumerate(old.members):
-        info = infos.get(each.description.id)
-        if info is not None:
-            # One that is behind takes over what the others have.
-            info = first if info["progress"] < first["progress"] else info
-            positions.append(info["positions"][number])
-        elif (steps := _lost_steps(rank, new)) is not None:
-            trails = [each["trails"][number] for each in infos.values() if number < len(each["trails"])]
-            positions.append(data.position_after(trails, steps.begun))
-        else:  # Lost: what it did since the last agreement is in nobody's model.
-            positions.append(first["agreed"][number])
-    return positions
-
-
-def _lost_steps(rank: int, new: Generation) -> KnownSteps | None:
-    """Return how many steps of a lost rank are in the model, as those that were there with it know together.
-
-    What one of them has, all get when they agree. So the most that one has counts, lest a sample is used twice; and
-    complete is what all have that know anything.
-    """
-    known = [each.info["steps"][str(rank)] for each in new.members if str(rank) in each.info.get("steps", {})]
-    if not known:
-        return None
-    complete, begun = zip(*known, strict=True)
-    return KnownSteps(min(complete), max(begun))
 
 
 def _digest(parts: dict[str, Any]) -> str:

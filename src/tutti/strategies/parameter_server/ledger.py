@@ -121,7 +121,7 @@ class Ledger:
         self._members = members
         self._clocks = dict.fromkeys(members, 0)
         self._num_pushed = dict.fromkeys(members, 0)
-        """By worker: updates since the ledger was made or started again. Not its clock, which moves on when it joins it."""
+        """By worker: updates since the ledger has started. Not its clock, which moves on when it joins."""
         self._pending: list[Update] = []
 
     def restart(self) -> None:

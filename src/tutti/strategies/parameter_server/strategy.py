@@ -101,12 +101,6 @@ class ParameterServer(Strategy):
                 else "ParameterServer: a dedicated server needs a second rank to train. Start more, or use 'colocated'."
             )
         num_workers = size if self.servers == "colocated" else size - num_servers
-        quorum = self.consistency.quorum
-        if self.consistency.bound is None and quorum > num_workers:
-            raise ConfigError(
-                f"SoftSync({quorum}) needs {quorum} workers, and there are {num_workers}. "
-                f"Use SoftSync({num_workers}) or less, or more ranks."
-            )
         # Servers are the last ranks, so that workers have the ranks 0 to N - 1.
         return list(range(num_workers)), list(range(size - num_servers, size))
 
@@ -121,7 +115,13 @@ class ParameterServer(Strategy):
         return self.clip is not None and self.consistency.bound is not None
 
     def check_size(self, size: int) -> None:
-        self.roles(size)
+        num_workers, quorum = len(self.roles(size)[0]), self.consistency.quorum
+        # Only at the start: where workers are lost later, one update of each that is left makes a version.
+        if self.consistency.bound is None and quorum > num_workers:
+            raise ConfigError(
+                f"SoftSync({quorum}) needs {quorum} workers, and there are {num_workers}. "
+                f"Use SoftSync({num_workers}) or less, or more ranks."
+            )
 
     @property
     def exact(self) -> bool:

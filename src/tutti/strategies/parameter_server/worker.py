@@ -23,7 +23,8 @@ A subclass decides how to push and how long a pull may be outstanding, by the st
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from math import isnan, sqrt
 from typing import TYPE_CHECKING, Any
@@ -194,6 +195,17 @@ class ParameterServerWorker(ServedModel, Exchange):
         """Parameters are about to be loaded outside of a step: refuse what the user changed, unless it is `taken`."""
         if self._user_changes is not None and not (taken and self._user_changes.changed()):
             self._user_changes.check()
+
+    @contextmanager
+    def out_of_data(self) -> Iterator[None]:
+        if self._consistency.bound is not None or self._consistency.quorum == 1:
+            yield  # Nobody waits for more updates than this rank has pushed.
+            return
+        self.leave()
+        try:
+            yield
+        finally:
+            self.join()
 
     def restore_local(self) -> None:
         if self._user_state is not None:

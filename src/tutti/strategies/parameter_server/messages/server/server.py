@@ -151,6 +151,14 @@ class Server:
         """Return a copy of the optimiser's state of all shards."""
         return self._versions.copy_state()
 
+    def copy_after_loss(self) -> dict[str, Any]:
+        """Apply what has arrived, without waiting for any worker, and return copies of all values and states."""
+        if self._shards:
+            self._membership.members.clear()
+            self._versions.settle_all()
+        values = [part for shard in self._shards.values() for part in shard.copy_values()]
+        return {"values": values, **self.copy_state()}
+
     def load_state(self, state: dict[str, Any]) -> None:
         """Start again from these parameters and this state of the optimiser, with every living worker as a member."""
         self._membership.wait_for_all()

@@ -1,6 +1,7 @@
 """One shard on its server: values, ledger, waiting pulls, snapshots; decodes updates and applies them."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ class ServerShard:
         """Start at version 0; `bucket` is the one that `spec` is a part of."""
         self._context = context
         self._config = context.config
+        self._names = [slot.name for slot in bucket.slots]
         self._matrix_shapes = matrix_shapes(spec, bucket)
         self.spec = spec
         """Which part of the model the shard is."""
@@ -63,6 +65,16 @@ class ServerShard:
     def value_bytes(self) -> Tensor:
         """Return the values as bytes, not a copy; in a dry run, any buffer of that size."""
         return self.buffers.take() if self.optimizer is None else self.optimizer.values.view(torch.uint8)
+
+    def copy_values(self) -> list[list[Any]]:
+        """Return a copy of the values of every segment, with the parameter's name and the range of it."""
+        if self.optimizer is None:
+            return []
+        values = self.optimizer.values
+        return [
+            [self._names[segment.slot_index], [segment.start, segment.stop], values[segment.shard_range].clone()]
+            for segment in self.spec.segments
+        ]
 
     # Updates
 

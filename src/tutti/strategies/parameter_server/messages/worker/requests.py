@@ -78,18 +78,7 @@ class RequestSender:
         fetched: list[Any] = []
         for work in [self._transport.spawn(self._fetch_state(server, fetched)) for server in self.servers]:
             self.wait(work)
-        return _merged(fetched, slots)
-
-    def fetch_living(self, slots: Iterable[Slot], servers: list[int]) -> tuple[dict[str, Any], list[int]]:
-        """Return the same of those of some servers that are not lost, and these servers."""
-        parts: dict[int, list[Any]] = {server: [] for server in servers}
-        works = {server: self._transport.spawn(self._fetch_state(server, part)) for server, part in parts.items()}
-        for server, work in works.items():
-            try:
-                self.wait(work)
-            except RankLost:
-                del parts[server]
-        return _merged([segment for part in parts.values() for segment in part], slots), sorted(parts)
+        return merged_states(fetched, slots)
 
     def _fetch_state(self, server: int, segments: list[Any]) -> Operation:
         """Append the optimiser's state of a server's segments to `segments`."""
@@ -155,7 +144,7 @@ class RequestSender:
                 self._transport.spawn(_wait_for(self.local_server.over)).wait()
 
 
-def _merged(fetched: list[Any], slots: Iterable[Slot]) -> dict[str, Any]:
+def merged_states(fetched: list[Any], slots: Iterable[Slot]) -> dict[str, Any]:
     """Return the state of whole parameters, by name, from that of segments."""
     # By name and range: the segment's slot and place in its shard are not known here, nor used.
     segments = [

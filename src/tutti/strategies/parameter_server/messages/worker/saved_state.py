@@ -1,25 +1,36 @@
 """`SavedShards`: what a worker and its servers save, and how another run continues from it."""
 
-from contextlib import suppress
+import time
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tutti.codecs import Codec
 from tutti.codecs.base import State
-from tutti.errors import RankLost
+from tutti.collectives.nested import broadcast_nested
+from tutti.replica.buckets import in_memory_order
 from tutti.strategies.compressed_state import CodecMemory, Span, owed
 from tutti.strategies.parameter_server.messages.config import ServerGroupConfig
 from tutti.strategies.parameter_server.messages.server import Server
 from tutti.strategies.parameter_server.messages.wire import RequestKind
-from tutti.strategies.parameter_server.messages.worker.puller import ShardPuller
-from tutti.strategies.parameter_server.messages.worker.requests import RequestSender
+from tutti.strategies.parameter_server.messages.worker.requests import RequestSender, merged_states
 from tutti.strategies.parameter_server.messages.worker.shard import WorkerShard
 from tutti.strategies.parameter_server.worker import ParameterServerWorker
 from tutti.strategies.saved_state import PerRank, own_buffers
 from tutti.strategies.user_changes import record_loaded
-from tutti.transports import Transport
+from tutti.transports import Transport, Work
 from tutti.transports.base import Operation
+
+_SETTLE_S = 1.0
+"""How long workers wait for each other after a loss, so that what they have pushed is applied."""
+_LOOK_S = 0.001
+
+
+def _copy_served(server: Server, served: dict[str, Any]) -> Operation:
+    """Let a server apply all that has arrived, and copy what it holds. Runs in its thread."""
+    served.update(server.copy_after_loss())
+    yield from ()
 
 
 class SavedShards(ParameterServerWorker):
@@ -31,12 +42,11 @@ class SavedShards(ParameterServerWorker):
     _shards: list[WorkerShard]
     _shards_by_server: dict[int, list[WorkerShard]]
     _requests: RequestSender
-    _puller: ShardPuller
 
     def _pull_all(self, kind: RequestKind) -> None:
         raise NotImplementedError
 
-    def _pull_living(self) -> list[int]:
+    def _enter_barriers(self) -> list[Work]:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -51,37 +61,56 @@ class SavedShards(ParameterServerWorker):
         return state
 
     def state_after_loss(self) -> dict[str, Any]:
-        """Return the state of the servers that are left; collective among the workers that are left.
+        """Return what this rank serves, and what its codec has not pushed yet.
 
         A lost rank takes its shards with it. Of these the model holds the values that were read last, and what the
-        optimiser kept for them is lost. Workers that find other servers left, because one more is lost meanwhile, have
-        other digests, and continue as the first of them does.
+        optimiser kept for them is lost. Those of the ranks that are left are brought together by `load_state_dict`.
         """
-        steps_alone = not self._strategy.clips_means and (
-            self._consistency.bound is not None or self._consistency.quorum == 1
-        )
-        # Servers that step together wait for the lost one: their updates stay where they are.
-        living = self._settle_after_loss() if steps_alone else self._requests.servers
-        states, living = self._requests.fetch_living(self.replica.slots, living)
-        if steps_alone:
-            self._pull_living()  # Nobody closes its server before all have read.
-        state = {"optimizer": states, "buffers": PerRank(own_buffers(self.replica)), "servers": living}
+        self._settle_after_loss()
+        served: dict[str, Any] = {}
+        if self._server is not None:
+            self._channel.spawn(_copy_served(self._server, served)).wait()
+        nothing: dict[str, Any] = {"values": [], "segments": []}
+        state: dict[str, Any] = {
+            "served": PerRank(served or nothing, new=nothing),
+            "buffers": PerRank(own_buffers(self.replica)),
+        }
         if self._config.codec is not None:
             memory = CodecMemory.collect(self._codec_states)
             state["residuals"] = memory.state_dict(self._config.codec, self.gradient_share)
         return state
 
-    def _settle_after_loss(self) -> list[int]:
-        """Let the servers that are left apply what was pushed; return them."""
-        for shard in self._shards:
-            with suppress(RankLost):
-                self._puller.wait(shard, force=True)
-        return self._pull_living()
+    def _settle_after_loss(self) -> None:
+        """Let the servers that are left apply what was pushed, if the other workers are there soon.
+
+        They may be in a call in which they wait for this rank to go: so the wait is short. Updates that have not
+        arrived by then are lost in part.
+        """
+        if self._strategy.clips_means or (self._consistency.bound is None and self._consistency.quorum > 1):
+            return  # Servers that step together wait for the lost one.
+        deadline_s = time.monotonic() + _SETTLE_S
+        works = self._enter_barriers()
+        while not all(work.done() for work in works) and time.monotonic() < deadline_s:
+            time.sleep(_LOOK_S)
+
+    def _merge_served(self, own: dict[str, Any]) -> dict[str, Any]:
+        """Write what all ranks have served into the model; return the optimiser's state by parameter. Collective."""
+        tensors = {slot.name: slot.tensor for slot in [*self.replica.slots, *self.replica.statistics]}
+        segments: list[Any] = []
+        for rank in range(self.transport.size):
+            part = broadcast_nested(own if rank == self.transport.rank else None, self._channel, rank)
+            segments += part["segments"]
+            with torch.no_grad():
+                for name, (start, stop), values in part["values"]:
+                    in_memory_order(tensors[name])[start:stop].copy_(values)
+        return merged_states(segments, self.replica.slots)
 
     def load_state_dict(self, state: dict[str, Any]) -> set[str]:
         """Make servers start again from the model as it is here, and from this state of the optimiser."""
         self._load_buffers(state)
-        used = {"buffers", "servers"}
+        used = {"buffers", "served"}
+        if "served" in state:
+            state = {**state, "optimizer": self._merge_served(state["served"][self._rank])}
         if "optimizer" in state:
             used.add("optimizer")
             self._restart_servers(state)

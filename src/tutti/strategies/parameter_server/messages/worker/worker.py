@@ -1,7 +1,6 @@
 """Worker that pushes and pulls by messages. `messages/worker/__init__.py` says how it works."""
 
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from tutti.errors import RankLost
@@ -48,6 +47,7 @@ class MessageWorker(SavedShards):
                 slot = replica.buckets[shard.spec.bucket_index].slots[segment.slot_index]
                 self._shards_by_slot.setdefault(slot, []).append(shard)
         servers = sorted(self._shards_by_server)
+        self._num_steps = 0
         self._barriers: dict[int, Work] = {}
         """The last barrier at each server."""
         self._requests = RequestSender(self._channel, self._config, self._server, servers)
@@ -91,7 +91,8 @@ class MessageWorker(SavedShards):
     def steps_of(self, rank: int) -> KnownSteps | None:
         pushed = [] if self._server is None else self._server.num_pushed(rank)
         if not pushed:
-            return None
+            # No shard is here: the servers of others know. If there is none left, it was about as far as this rank.
+            return KnownSteps(0, self._num_steps, is_estimate=True)
         # Its own shards are those that the others had read last, which may be a step behind.
         return KnownSteps(max(0, min(pushed) - 1), max(pushed))
 
@@ -141,6 +142,7 @@ class MessageWorker(SavedShards):
 
     def _push(self, bucket: Bucket, norm: float) -> None:
         shards = self._shards_by_bucket[bucket.index]
+        self._num_steps += bucket.index == 0
         self._pusher.push(shards, bucket, self._weight, norm, self._options, self._is_void(bucket))
 
     def _wait_for_all(self) -> None:
@@ -188,24 +190,14 @@ class MessageWorker(SavedShards):
                 shard.clock = max(shard.clock, shard.version)
         self.events.record(Event(PULL, start_s, self.transport.now()))
 
-    def _pull_living(self) -> list[int]:
-        """Wait for all living workers at the servers that are left, and load their shards; return these servers."""
+    def _enter_barriers(self) -> list[Work]:
         # One that was entered before the loss was noticed, and is not over, is the same as that of the others.
-        works = {
-            server: work
+        return [
+            work
             if (work := self._barriers.get(server)) is not None and not work.done()
             else self._channel.spawn(self._pull_from(server, RequestKind.BARRIER))
             for server in self._requests.servers
-        }
-        living = []
-        for server, work in works.items():
-            with suppress(RankLost):
-                self._requests.wait(work)
-                living.append(server)
-        for shard in self._shards:
-            if shard.server in living and shard.reply is not None:
-                self._puller.load(shard)
-        return living
+        ]
 
     def _pull_from(self, server: int, kind: RequestKind) -> Operation:
         """Send a request to a server, and receive the replies about all of its shards."""
