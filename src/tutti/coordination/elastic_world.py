@@ -206,6 +206,7 @@ class ElasticWorld:
         """
         if self._recalls():
             return
+        self._refuse_strangers()
         living = self._living()
         if not living:
             for member in list(self.requests):
@@ -231,12 +232,15 @@ class ElasticWorld:
             self._tell(member, "recall", number=self.belonging[member])
         return bool(newer)
 
-    def _answer_requests(self, num_living: int) -> None:
-        """Answer members that have missed something, and those for which there is no place."""
+    def _refuse_strangers(self) -> None:
+        """Tell members of earlier generations that are not in the present one."""
         for member, number in list(self.belonging.items()):
             if member not in self.members and number <= self.number:
                 del self.belonging[member]
                 self.refuse(member, "the others have gone on without it")
+
+    def _answer_requests(self, num_living: int) -> None:
+        """Answer members that have missed something, and those for which there is no place."""
         for member, request in list(self.requests.items()):
             if member in self.members and request.after < self.number:
                 # It was formed while the connection of this member was broken.
