@@ -34,6 +34,9 @@ RARE = 20
 """One of so many happenings is a fault."""
 
 
+Key = tuple[int, tuple[str, ...]]
+
+
 class Killed(BaseException):
     """Ends the thread of a process that is killed."""
 
@@ -127,6 +130,12 @@ class Process:
         return self.member.description.id
 
     @property
+    def key(self) -> Key:
+        """The number and the members of its generation."""
+        assert self.elastic.generation is not None
+        return self.elastic.number, tuple(each.description.id for each in self.elastic.generation.members)
+
+    @property
     def runs(self) -> bool:
         return not (self.is_dead or self.is_frozen or self.baton.is_over)
 
@@ -201,13 +210,13 @@ class Run:
         self.now = 100.0
         self.processes: list[Process] = []
         self.generations: dict[int, list[str]] = {}
-        self.steps: dict[int, dict[str, int]] = {}
+        self.steps: dict[Key, dict[str, int]] = {}
         """By generation: the step that each member has begun."""
-        self.away: dict[int, set[str]] = {}
+        self.away: dict[Key, set[str]] = {}
         """By generation: members that have ended their part in it."""
-        self.stops: dict[int, dict[str, int]] = {}
+        self.stops: dict[Key, dict[str, int]] = {}
         self.ever_lost: set[str] = set()
-        """And those that were stopped while the coordinator was started anew: it may never hear of them."""
+        """And those that were stopped before they could connect to a new coordinator: it may never hear of them."""
         self.departed: set[str] = set()
         self.start_coordinator()
         for _ in range(workers):
@@ -220,17 +229,16 @@ class Run:
         number = generation.number
         if self.generations.get(number) != ids and not self._is_known(number, process):
             self.generations[number] = ids
-            for kept in (self.steps, self.away, self.stops):
-                kept.pop(number, None)
         assert self.generations[number] == ids, "two generations have one number"
         assert process.id in ids
         assert number > before
         assert not lost & set(ids), "a lost member has come back"
         assert len(ids) <= self.limits.maximum
+        if process.id in self.ever_lost:
+            return  # All others were gone for longer. Had they not been, it would not be here.
         for other in self.processes:
-            its = self.generations.get(other.elastic.number, [])
             # Who is known to the coordinator and not lost has ended its part.
-            if other.is_training and other.elastic.number < number and other.id in its:
+            if other.is_training and other.elastic.number < number and other.id not in self.ever_lost:
                 assert other.id not in self.state.members, f"{other.id} is still in generation {other.elastic.number}"
 
     def _is_known(self, number: int, but: Process) -> bool:
@@ -242,24 +250,24 @@ class Run:
         )
 
     def left(self, process: Process) -> None:
-        self.away.setdefault(process.elastic.number, set()).add(process.id)
+        self.away.setdefault(process.key, set()).add(process.id)
         if process.wants_to_leave or process.progress >= self.total_steps:
             self.departed.add(process.id)
 
     def stopped(self, process: Process) -> None:
-        stops = self.stops.setdefault(process.elastic.number, {})
+        stops = self.stops.setdefault(process.key, {})
         stops[process.id] = process.elastic._steps
         there = {each.id for each in self.processes if not each.is_dead and not each.baton.is_over}
         found = {steps for each, steps in stops.items() if each in there - self.ever_lost - self.departed}
         assert len(found) <= 1, f"members stop after {stops} steps"
 
     def step_together(self, process: Process) -> bool:
-        number, step = process.elastic.number, process.elastic._steps
-        begun, members = self.steps.setdefault(number, {}), self.generations[number]
+        (_, members), step = process.key, process.elastic._steps
+        begun = self.steps.setdefault(process.key, {})
         begun[process.id] = step
         while not all(begun.get(each, 0) >= step for each in members):
             missing = {each for each in members if begun.get(each, 0) < step}
-            if missing & (self.away.get(number, set()) | process.member.known.lost.keys()):
+            if missing & (self.away.get(process.key, set()) | process.member.known.lost.keys()):
                 gone = {each.id for each in self.processes if each.is_dead} | self.ever_lost | self.departed
                 assert gone & set(members), "a step is void, and nobody is lost"
                 return False
@@ -312,6 +320,11 @@ class Run:
         process.baton.kill()
         if process.is_linked:
             self.disconnect(process)
+
+    def freeze(self, process: Process) -> None:
+        process.is_frozen = True
+        if not process.is_linked:
+            self.ever_lost.add(process.id)
 
     def deliver_up(self, process: Process) -> None:
         message = decode(encode(process.to_coordinator.popleft())[4:])
@@ -375,7 +388,7 @@ class Run:
                 found.append(lambda p=process: self.kill(p))
                 found.append(lambda p=process: setattr(p, "wants_to_leave", True))
                 found += [lambda p=process: self.disconnect(p)] * process.is_linked
-                found += [lambda p=process: setattr(p, "is_frozen", True)] * has_begun
+                found += [lambda p=process: self.freeze(p)] * has_begun
             elif process.is_frozen:
                 found += [lambda p=process: setattr(p, "is_frozen", False)] * 3
         return found

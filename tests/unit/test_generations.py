@@ -414,7 +414,7 @@ def test_a_new_coordinator_waits_for_all_members_of_the_present_generation() -> 
     assert run.enter(1, after=0) == []
     assert formed(run.wait(1)) == {}
     run.hello(2)
-    assert formed(run.enter(2, after=0)) == everyone(1, 0, 1, 2)
+    assert formed(run.enter(2, after=0)) == everyone(2, 0, 1, 2)
 
 
 def test_a_member_that_does_not_come_to_the_new_coordinator_is_lost() -> None:
@@ -425,7 +425,7 @@ def test_a_member_that_does_not_come_to_the_new_coordinator_is_lost() -> None:
         run.enter(rank, after=0)
     run.say(0, "recalled", **generation)
     assert formed(run.wait(PATIENCE_S)) == {}
-    assert formed(run.wait(PATIENCE_S + 1)) == everyone(1, 0, 1)
+    assert formed(run.wait(PATIENCE_S + 1)) == everyone(2, 0, 1)
 
 
 def test_a_generation_that_only_some_have_heard_of_is_told_to_the_others() -> None:
@@ -442,7 +442,7 @@ def test_a_generation_that_only_some_have_heard_of_is_told_to_the_others() -> No
     assert formed(run.say(0, "recalled", **generation)) == {"m1": (1, ["m0", "m1"])}
     run.belongs(1, 1)
     run.enter(0, after=1)
-    assert formed(run.enter(1, after=1)) == everyone(2, 0, 1)
+    assert formed(run.enter(1, after=1)) == everyone(3, 0, 1)
 
 
 def test_a_generation_whose_members_are_lost_is_not_waited_for_and_its_number_not_used_again() -> None:
@@ -458,6 +458,22 @@ def test_a_generation_whose_members_are_lost_is_not_waited_for_and_its_number_no
     assert plain(run.belongs(0, 1)) == [("m0", "recall", 1)]
     told = run.lose(0)
     assert formed(told) == {"m1": (2, ["m1"])}
+
+
+def test_a_generation_that_only_a_new_member_has_heard_of_gives_its_number_to_no_other() -> None:
+    run = ElasticRun(2)
+    run.hello(2)
+    run.enter(2)
+    run.enter(0, after=0)
+    told = run.enter(1, after=0)
+    before = {"number": 0, "members": [{"member": described(r), "after": -1, "info": {}} for r in (0, 1)], "too_few": 0}
+    generation = restarted(run, told)
+    for rank in (0, 1):
+        run.hello(rank)
+        run.enter(rank, after=0)
+    assert formed(run.say(0, "recalled", **before)) == everyone(2, 0, 1)
+    run.hello(2)
+    assert plain(run.belongs(2, generation["number"])) == [("m2", "conflict")]
 
 
 def test_a_new_coordinator_learns_where_members_can_stop_and_asks_the_others() -> None:
@@ -482,7 +498,7 @@ def test_who_has_ended_is_not_waited_for_by_a_new_coordinator() -> None:
     run.depart(1)
     run.hello(0)
     run.enter(0, after=0)
-    assert formed(run.say(0, "recalled", **generation)) == {"m0": (1, ["m0"])}
+    assert formed(run.say(0, "recalled", **generation)) == {"m0": (2, ["m0"])}
 
 
 def test_new_members_begin_no_second_world_at_a_new_coordinator() -> None:
@@ -500,7 +516,7 @@ def test_new_members_begin_no_second_world_at_a_new_coordinator() -> None:
     for rank in (1, 2):
         run.hello(rank)
     told = [each for rank in range(3) for each in run.enter(rank, after=0)]
-    assert formed(told) == everyone(1, 0, 1, 2, 3)
+    assert formed(told) == everyone(2, 0, 1, 2, 3)
 
 
 def test_a_new_member_does_not_wait_for_ever_for_a_world_that_is_gone() -> None:

@@ -153,6 +153,7 @@ class ElasticMember:
 
     def stops_here(self) -> bool:
         """Return whether this generation ends here, between two steps; otherwise count the step that follows."""
+        self.check()  # Else a process that the others have gone on without could train on alone.
         with self._lock:
             if self._answered is None:
                 self._steps += 1

@@ -28,7 +28,8 @@ formed without a connection to it, and questions of this generation (`_tell`).
 (*recall*) to describe that generation; if it is lost before it has, the next one is asked. Members of it that nobody
 has seen count as living until they connect or are found lost. One that another of them says to be lost does not count:
 it was evicted, and must not come back because it is the first to connect. A generation that was formed and is known to
-none of the living was begun by none of them, so they go on from the one before; its number is not used again.
+none of the living was begun by none of them, so they go on from the one before. After the generation that was described
+only the next one can have been formed, because a third would need all living members in it: its number is left out.
 """
 
 from collections.abc import Callable, Set
@@ -142,6 +143,8 @@ class ElasticWorld:
         described = [each["member"] for each in announcement["members"]]
         fields = {name: announcement[name] for name in ("scope", "number", "members", "too_few")}
         self._present({"op": "generation", **fields}, [each["id"] for each in described])
+        # The next one may have been formed, and be known to new members only: its number is not used again.
+        self.highest = max(self.highest, self.number + 1)
         self.there.meet(f"{self.scope}.{self.number}", described)
 
     def has_asked(self, member: str, op: str) -> bool:
@@ -206,11 +209,13 @@ class ElasticWorld:
         """
         if self._recalls():
             return
+        self._refuse_strangers()
         living = self._living()
         if not living:
             for member in list(self.requests):
                 self.refuse(member, "the training has ended")
             return
+        self._refuse_doubters(living)
         self._answer_requests(len(living))
         if all(member in self.requests for member in living):
             chosen = [*living, *self._newcomers()]
@@ -231,12 +236,21 @@ class ElasticWorld:
             self._tell(member, "recall", number=self.belonging[member])
         return bool(newer)
 
-    def _answer_requests(self, num_living: int) -> None:
-        """Answer members that have missed something, and those for which there is no place."""
+    def _refuse_strangers(self) -> None:
+        """Tell members of earlier generations that are not in the present one."""
         for member, number in list(self.belonging.items()):
             if member not in self.members and number <= self.number:
                 del self.belonging[member]
                 self.refuse(member, "the others have gone on without it")
+
+    def _refuse_doubters(self, living: list[str]) -> None:
+        """Refuse new members to which a living one is lost, as a coordinator before this one has told them."""
+        doubters = {each for member in living for each in self.there.claims(member)}
+        for member in doubters & set(self._newcomers()):
+            self.refuse(member, "it has heard that a worker is lost, and that one is here")
+
+    def _answer_requests(self, num_living: int) -> None:
+        """Answer members that have missed something, and those for which there is no place."""
         for member, request in list(self.requests.items()):
             if member in self.members and request.after < self.number:
                 # It was formed while the connection of this member was broken.

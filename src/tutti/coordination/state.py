@@ -331,8 +331,8 @@ class CoordinatorState:
         self._lost_ranks[record.description.rank] = reason
         self._scopes.lost(member)
         self._remember_lost(member, reason)
-        for name, size in self._scopes.of(member):
-            self._forget_if_over(name, size)
+        for name, num_ranks in self._scopes.of(member):
+            self._forget_if_over(name, num_ranks)
         for name in self._notices.scopes():  # Channels that the others have closed already.
             if (known := self._notices.size(name)) is not None:
                 self._forget_if_over(name, known)
