@@ -1,8 +1,9 @@
 """`tutti run`: a script in several processes."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,6 +11,9 @@ from tutti.cli.lab_option import open_lab
 from tutti.cli.options import CheckpointEvery, Grace, LabText, checked_every
 from tutti.cluster import parse_duration
 from tutti.errors import ConfigError, WorkerFailed
+
+if TYPE_CHECKING:
+    from tutti.launch.elastic_run import ElasticRun
 
 _USAGE_ERROR = 2
 """The exit status with which argparse and click refuse an argument."""
@@ -20,7 +24,36 @@ def run(
     script: Annotated[str, typer.Argument(help="Python script that calls tutti.init() and tutti.distribute().")],
     args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", "-n", help="Number of processes. Default: one per core.")
+        str | None,
+        typer.Option(
+            "--workers",
+            "-n",
+            metavar="N|MIN:MAX",
+            help="Number of processes. Default: one per core. With MIN:MAX, MAX are started, training begins when MIN "
+            "are there, lost ones are replaced, and others may join.",
+        ),
+    ] = None,
+    restarts: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of workers that are started in place of lost ones, with --workers MIN:MAX. Default: 10."
+        ),
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS[:PORT]",
+            help="Address of this host on which `tutti join` on other hosts reaches the run, with --workers MIN:MAX. "
+            "Default: only this machine reaches it.",
+        ),
+    ] = None,
+    chaos: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help='Cause failures on purpose, with --workers MIN:MAX: "kill any every 20s; stop 2 for 3s at 10s; join '
+            'at 30s; leave 1 at 40s; seed 7", and in a lab "cut host 0 for 5s".',
+        ),
     ] = None,
     strategy: Annotated[
         str | None, typer.Option(help="Synchronisation strategy, which overrides the script's own.")
@@ -50,18 +83,19 @@ def run(
     from tutti.launch.local import run_script
 
     # Checked here, where a mistake is one message and not one for each worker.
-    environment = {} if strategy is None else {"TUTTI_STRATEGY": _checked_strategy(strategy, workers)}
+    number = _number_of_workers(workers, restarts, listen, chaos, lab)
+    environment = {} if strategy is None else {"TUTTI_STRATEGY": _checked_strategy(strategy, number)}
     environment |= _durations(TUTTI_TIMEOUT=timeout, TUTTI_GRACE=grace)
     if checkpoint_every is not None:
         environment["TUTTI_CHECKPOINT_EVERY"] = checked_every(checkpoint_every)
     if spawn:
         environment["TUTTI_START"] = "spawn"
-    if workers is None and lab is None:
+    if number is None and lab is None:
         # Not `os.cpu_count`: a container or `taskset` may allow fewer cores than the machine has.
-        workers = len(os.sched_getaffinity(0))
+        number = len(os.sched_getaffinity(0))
     with open_lab(lab) as hosts:
         try:
-            run_script([script, *(args or [])], workers, environment, hosts)
+            run_script([script, *(args or [])], number, environment, hosts)
         except WorkerFailed as error:
             # All words after the script are the script's. One that it refuses and `tutti run` knows was probably meant
             # for `tutti run`.
@@ -69,6 +103,31 @@ def run(
             if error.status == _USAGE_ERROR and (late := own.intersection(args or [])):
                 error.add_note(f"{', '.join(sorted(late))} was passed to the script: give it before {script}.")
             raise
+
+
+def _number_of_workers(
+    workers: str | None, restarts: int | None, listen: str | None, chaos: str | None, lab: str | None
+) -> "int | ElasticRun | None":
+    """Return how many workers to start, or how they may come and go if `--workers` is MIN:MAX."""
+    from tutti.launch.chaos import Chaos
+    from tutti.launch.elastic_run import ElasticRun, parse_workers
+    from tutti.launch.lab.lab import LabSpec
+
+    number = parse_workers(workers, "--workers")
+    if not isinstance(number, ElasticRun):
+        options = {"--restarts": restarts, "--listen": listen, "--chaos": chaos}
+        if given := [name for name, value in options.items() if value is not None]:
+            raise ConfigError(f"{', '.join(given)} needs a number of workers that may change: --workers MIN:MAX.")
+        return number
+    if lab is not None and listen is not None:
+        raise ConfigError("--listen has no effect in a lab, which other hosts do not reach: leave one of them out.")
+    parsed = None if chaos is None else Chaos.parse(chaos)
+    allowed = number.restarts if restarts is None else restarts
+    spec = None if lab is None else LabSpec.parse(lab)
+    if parsed is not None:
+        started = number.maximum if spec is None else spec.num_workers
+        parsed.check(started, allowed, 0 if spec is None else spec.hosts)
+    return replace(number, restarts=allowed, chaos=parsed, listen=listen)
 
 
 def _durations(**texts: str | None) -> dict[str, str]:
@@ -80,11 +139,17 @@ def _durations(**texts: str | None) -> dict[str, str]:
     }
 
 
-def _checked_strategy(text: str, workers: int | None) -> str:
-    """The canonical spelling of a strategy, which must be possible with so many workers."""
+def _checked_strategy(text: str, workers: "int | ElasticRun | None") -> str:
+    """The canonical spelling of a strategy, which must be possible with every number of workers that there may be."""
+    from tutti.launch.elastic_run import ElasticRun
     from tutti.strategies import parse
 
     parsed = parse(text)
-    if workers is not None and workers > 1:
-        parsed.check_size(workers)
+    if isinstance(workers, ElasticRun):
+        numbers = range(workers.minimum, workers.maximum + 1)
+    else:
+        numbers = range(workers or 1, (workers or 1) + 1)
+    for number in numbers:
+        if number > 1:
+            parsed.check_size(number)
     return str(parsed)

@@ -23,8 +23,9 @@ from typing import Any
 
 from tutti.coordination.description import MemberDescription
 from tutti.coordination.frames import Message
+from tutti.coordination.generations import TRAINING_HAS_ENDED, WORKERS_ARE_LOST
 from tutti.coordination.member import Member
-from tutti.errors import EnvironmentConflict
+from tutti.errors import EnvironmentConflict, RankLost, TrainingEnded
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,24 @@ class ElasticMember:
         self._steps = 0
         self._answered: int | None = None
         """The number of steps with which this process has answered, in this generation."""
-        self._leaves = False
+        self._leaves: int | None = None
+        """The generation that this process last wanted to leave."""
         member.on_change(self._changed)
 
     @property
     def number(self) -> int:
         """Number of the present generation; -1 before the first."""
         return -1 if self.generation is None else self.generation.number
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the others have let this process go."""
+        return self.name in self.member.known.released
+
+    @property
+    def all_leave(self) -> bool:
+        """Whether all members of this generation want to leave."""
+        return self.generation is not None and all(each.info.get("leaving") for each in self.generation.members)
 
     @property
     def rank(self) -> int:
@@ -94,7 +106,8 @@ class ElasticMember:
             info: a few values that all other members get.
             ready: with False, return None at once if the world has begun without this process.
 
-        Raises `EnvironmentConflict` if there is no place for this process.
+        Returns None also if this process is let go: it has given "leaving" among its values, and others stay. Raises
+        `EnvironmentConflict` if there is no place for this process, and `TrainingEnded` if it comes too late.
         """
         member, before = self.member, self.number
 
@@ -115,7 +128,11 @@ class ElasticMember:
             with member.activity.waiting(
                 [rank for rank in others if rank != member.description.rank], action, any_of=True, observed=False
             ):
-                member.wait(lambda: formed() or (not ready and self.name in member.known.running), self.check, inf)
+                member.wait(
+                    lambda: formed() or self.is_released or (not ready and self.name in member.known.running),
+                    self.check,
+                    inf,
+                )
         finally:
             member.withdraw(key)
         if not formed():
@@ -139,9 +156,10 @@ class ElasticMember:
         self._changed()  # It may be asked for a boundary already.
 
     def check(self) -> None:
-        """Raise `EnvironmentConflict` if there is no place for this process."""
+        """Raise an error if there is no place for this process, or nobody left to join."""
         if (conflict := self.member.known.conflicts.get(self.name)) is not None:
-            raise EnvironmentConflict(f"rank {self.member.description.rank}: {conflict}.")
+            kind = {TRAINING_HAS_ENDED: TrainingEnded, WORKERS_ARE_LOST: RankLost}.get(conflict, EnvironmentConflict)
+            raise kind(f"rank {self.member.description.rank}: {conflict}.")
 
     def lost(self) -> list[int]:
         """Return the numbers, as their launcher gave them, of members of this generation that are lost."""
@@ -168,9 +186,9 @@ class ElasticMember:
             return False
 
     def leave(self) -> None:
-        """Have the generation end soon, because this process wants to leave."""
-        if not self._leaves:
-            self._leaves = True
+        """Have the generation end soon, because this process wants to leave. Does nothing when called again."""
+        if self._leaves != self.number:
+            self._leaves = self.number
             self.member.send(("want", self.name), {"op": "want", "scope": self.name, "number": self.number})
 
     def depart(self, *, finished: bool) -> None:

@@ -33,13 +33,14 @@ SCHEMA: dict[str, Fields] = {
     "ask_stack": {"rank": int},
     "stack": {"text": str},
     "bye": {},
-    "enter": {
-        "scope": str, "after": int, "ready": int, "minimum": int, "maximum": int, "expected": int, "info": dict
-    },
+    "enter": {"scope": str, "after": int, "ready": int, "minimum": int, "maximum": int, "expected": int, "info": dict},
     "belongs": {"scope": str, "number": int, "members": list, "minimum": int, "maximum": int, "expected": int},
     "depart": {"scope": str, "finished": int},
     "want": {"scope": str, "number": int},
     "boundary": {"scope": str, "number": int, "steps": int},
+    "numbers": {"request": int, "count": int},
+    "replaces": {"yes": int},
+    "manage": {"request": int, "action": str, "number": int},
     # From the coordinator.
     "welcome": {"version": str, "lost": dict, "host_id": str},
     "refused": {"reason": str},
@@ -59,6 +60,9 @@ SCHEMA: dict[str, Fields] = {
     "running": {"scope": str, "size": int},
     "change": {"scope": str, "number": int},
     "switch": {"scope": str, "number": int, "steps": int},
+    "released": {"scope": str, "number": int},
+    "numbered": {"request": int, "first": int, "minimum": int, "maximum": int},
+    "managed": {"request": int, "done": int, "text": str},
 }
 """The fields of each message and their types."""
 

@@ -11,11 +11,17 @@ is formed it never changes. `GenerationTable` decides for all worlds of a job; m
   maximum. Each enters with a few values of its own, which all get.
 - A new member asks twice: first whether the world has begun (`ready` is False where its answer may be "running"), and
   again when it has built its model. Only then do the others stop for it.
-- *depart*: a member has ended its training, or leaves on purpose. Nobody waits for it any more.
+- *depart*: a member has ended its training. Nobody waits for it any more.
+- *leave*: a member that enters with "leaving" among its values is not in the next generation, if others stay. It is
+  *released* as soon as all have asked. If all want to leave, they go on together once more, and so can save the state.
 
 The first generation is formed when as many have asked as the launcher has started, or when the minimum has and nobody
-else came for `_SETTLE_S`. A later one with fewer members than the minimum waits as long as the launcher replaces lost
-workers. After that it is formed with `too_few`, so that its members save their state and end.
+else came for `_SETTLE_S`. A later one with fewer members than the minimum waits as long as a launcher says that more
+workers come (`replaces`), and for `_TOO_FEW_S`, in which launchers notice losses. After that it is formed with
+`too_few`, so that its members save their state and end.
+
+If all members of a generation are lost, nobody has the state any more, and the world begins anew with those that come.
+If one of them had ended by itself, the training is over, and those that come are told so.
 
 Members change generations at different moments after a loss: each as soon as it notices. Where nobody is lost, and a
 new member waits or one wants to leave, nothing would end the steps under way. So the table sends *change*, each member
@@ -33,13 +39,19 @@ from tutti.coordination.frames import Message, ProtocolError
 
 _SETTLE_S = 1.0
 """How long the first generation waits for more members after the last one that came, once it has the minimum."""
+_TOO_FEW_S = 2.0
+"""How long a generation with too few members waits, after the last one that asked, for launchers to notice losses."""
+TRAINING_HAS_ENDED = "the training has ended"
+"""The reason that a new member gets which comes too late."""
+WORKERS_ARE_LOST = "all workers that this one was to join are lost"
+"""The reason that a new member gets which has waited for members that are all lost."""
 _MOST_WORLDS = 100
 _MOST_MEMBERS = 5_000
 _MOST_STEPS = 1 << 62
 
 
 @dataclass(frozen=True)
-class _Request:
+class _Entry:
     """A member that asks for the next generation."""
 
     after: int
@@ -57,7 +69,9 @@ class _World:
     expected: int
     """Number of members that the launcher has started."""
     number: int = -1
-    """Number of the present generation; -1 before the first."""
+    """Number of the last generation; -1 before the first."""
+    has_begun: bool = False
+    """Whether there is a generation now. Not before the first, and not after the loss of all members."""
     members: list[str] = field(default_factory=list)
     """Ids of its members, by rank."""
     announcement: Message = field(default_factory=dict)
@@ -66,7 +80,7 @@ class _World:
     """Those of them that have ended their part for good."""
     is_finished: bool = False
     """Whether one of them has come to the end of the training."""
-    requests: dict[str, _Request] = field(default_factory=dict)
+    requests: dict[str, _Entry] = field(default_factory=dict)
     """In the order in which they came."""
     asked_at: float = 0.0
     """When the last of them came."""
@@ -76,6 +90,11 @@ class _World:
     """Their answers."""
     is_switching: bool = False
     """Whether they were told where to stop."""
+
+    released: set[str] = field(default_factory=set)
+    """Members that were let go."""
+    announced: set[str] = field(default_factory=set)
+    """New members that were told that the world has begun, and have yet to ask again."""
 
     def newcomers(self) -> list[str]:
         """New members that wait, the first one first."""
@@ -100,13 +119,16 @@ class GenerationTable:
         """
         self._send, self._describe, self._meet = send, describe, meet
         self._worlds: dict[str, _World] = {}
-        self.replaces_workers = False
-        """Whether the launcher starts workers in place of lost ones."""
+        self.replaces: dict[str, bool] = {}
+        """Whether workers come that a launcher has started or is about to start, by launcher."""
 
     def enter(self, member: str, message: Message, now: float) -> None:
         """A member asks for the generation after its own."""
         world = self._world(message)
         after = message["after"]
+        if member in world.released:
+            self._send(member, {"op": "released", "scope": message["scope"], "number": after})
+            return
         if member in world.members and after < world.number:
             # It was formed while the connection of this member was broken.
             if world.announcement:
@@ -116,26 +138,36 @@ class GenerationTable:
             raise ProtocolError("a member of a generation that has not been")
         if after >= 0 and member not in world.members:
             raise ProtocolError("a generation that this member is not in")
-        if after < 0 and not message["ready"] and world.number >= 0:
-            self._send(member, {"op": "running", "scope": message["scope"], "size": len(world.members)})
+        if after < 0 and world.has_begun and not self._admit(message, world, member):
             return
-        if after < 0 and world.number >= 0 and not self._has_room(world, member):
-            reason = f"the job has {world.maximum} workers, which is its maximum"
-            self._send(member, {"op": "conflict", "scope": message["scope"], "reason": reason})
-            return
-        world.requests[member] = _Request(after, bool(message["ready"]), message["info"])
+        world.requests[member] = _Entry(after, bool(message["ready"]), message["info"])
         world.asked_at = now
         self._advance(message["scope"], world, now)
 
-    def _has_room(self, world: _World, member: str) -> bool:
-        there = {each for each in world.members if self._takes_part(world, each)} | set(world.newcomers())
-        return len(there - {member}) < world.maximum
+    def _admit(self, message: Message, world: _World, member: str) -> bool:
+        """Whether a new member may ask for the next generation of a world that has begun; otherwise it is told why."""
+        scope, living = message["scope"], self._living(world)
+        refusal = ""
+        if world.is_finished or not living:
+            refusal = TRAINING_HAS_ENDED
+        elif len({*living, *world.newcomers()} - {member}) >= world.maximum:
+            refusal = f"the job has {world.maximum} workers, which is its maximum"
+        if refusal:
+            self._send(member, {"op": "conflict", "scope": scope, "reason": refusal})
+        elif message["ready"]:
+            world.announced.discard(member)
+            return True
+        else:
+            world.announced.add(member)
+            self._send(member, {"op": "running", "scope": scope, "size": len(living)})
+        return False
 
     def belongs(self, member: str, message: Message) -> None:
         """A member says which generation it is in: to a coordinator that was started after it was formed."""
         world = self._world(message)
         if message["number"] > world.number:
             world.number, world.members = message["number"], list(message["members"])
+            world.has_begun = True
             world.departed.clear()
 
     def depart(self, member: str, message: Message, now: float) -> None:
@@ -172,6 +204,7 @@ class GenerationTable:
     def _gone(self, scope: str, world: _World, member: str, now: float) -> None:
         """Nobody waits for a member any more."""
         world.requests.pop(member, None)
+        world.announced.discard(member)
         if member in world.members:
             if world.is_changing:
                 self._try_switch(scope, world)
@@ -196,19 +229,33 @@ class GenerationTable:
 
     def _advance(self, scope: str, world: _World, now: float) -> None:
         """Form the next generation if all that belong to it have asked; otherwise have the others asked to stop."""
-        if world.number < 0:
+        if not world.has_begun:
             self._begin(scope, world, now)
             return
         living = self._living(world)
         if not living:
             self._end(scope, world)
         elif all(member in world.requests for member in living):
-            chosen = [*living, *world.newcomers()][: world.maximum]
+            staying = self._release(scope, world, living)
+            chosen = [*staying, *world.newcomers()][: world.maximum]
             too_few = len(chosen) < world.minimum and not world.is_finished
-            if not (too_few and self.replaces_workers):
+            more_may_come = any(self.replaces.values()) or now - world.asked_at < _TOO_FEW_S
+            if not (too_few and more_may_come):
                 self._form(scope, world, chosen, too_few)
         elif world.newcomers() and len(living) < world.maximum:
             self._ask_for_boundaries(scope, world)
+
+    def _release(self, scope: str, world: _World, living: list[str]) -> list[str]:
+        """Let members go that want to leave, if others stay; return the members of the next generation."""
+        leaving = [member for member in living if world.requests[member].info.get("leaving")]
+        if len(leaving) == len(living):
+            return living  # Nobody else has the state.
+        for member in leaving:
+            del world.requests[member]
+            world.members.remove(member)
+            world.released.add(member)
+            self._send(member, {"op": "released", "scope": scope, "number": world.number})
+        return [member for member in living if member not in leaving]
 
     def _begin(self, scope: str, world: _World, now: float) -> None:
         """Form the first generation, if enough members have come."""
@@ -216,23 +263,22 @@ class GenerationTable:
         settled = come >= world.minimum and now - world.asked_at >= _SETTLE_S
         if settled or come >= min(world.expected, world.maximum):
             chosen = list(world.requests)[: world.maximum]
-            self._form(scope, world, sorted(chosen, key=self._number), too_few=False)
-
-    def _number(self, member: str) -> int:
-        """Return the number that the launcher gave a member."""
-        description = self._describe(member)
-        return -1 if description is None else int(description["rank"])
+            by_number = sorted(chosen, key=lambda member: (self._describe(member) or {"rank": -1})["rank"])
+            self._form(scope, world, by_number, too_few=False)
 
     def _end(self, scope: str, world: _World) -> None:
-        """All members of a world have ended: who is new comes too late."""
-        for member in world.requests:
-            reason = "the training has ended"
+        """All members of a world have ended: nobody is there to whom new ones could come."""
+        is_over = world.is_finished or any(member in world.departed for member in world.members)
+        reason = TRAINING_HAS_ENDED if is_over else WORKERS_ARE_LOST
+        for member in {*world.requests, *world.announced}:
             self._send(member, {"op": "conflict", "scope": scope, "reason": reason})
         world.requests.clear()
+        world.announced.clear()
+        world.has_begun = is_over
 
     def _form(self, scope: str, world: _World, chosen: list[str], too_few: bool) -> None:
         requests = {member: world.requests.pop(member) for member in chosen}
-        world.number += 1
+        world.number, world.has_begun = world.number + 1, True
         world.members = chosen
         world.departed.clear()
         world.boundaries.clear()
@@ -250,11 +296,12 @@ class GenerationTable:
         for member, request in list(world.requests.items()):
             if not request.ready:
                 del world.requests[member]
+                world.announced.add(member)
                 self._send(member, {"op": "running", "scope": scope, "size": len(chosen)})
 
     def _ask_for_boundaries(self, scope: str, world: _World) -> None:
         """Ask all members after how many steps they can stop, once in a generation."""
-        if world.number < 0 or world.is_changing:
+        if not world.has_begun or world.is_changing:
             return
         world.is_changing = True
         for member in self._living(world):

@@ -37,6 +37,8 @@ class JobKnowledge:
         """The generation of each elastic world that is to end, for which a boundary is asked for."""
         self.switches: dict[str, tuple[int, int]] = {}
         """Of such a generation, after how many steps its members stop."""
+        self.released: dict[str, int] = {}
+        """The generation of each elastic world after which this member was let go, as it wanted."""
         self._notices: dict[str, dict[str, dict[str, str]]] = {}
 
     def notices(self, scope: str, member: str) -> dict[str, str]:
@@ -72,6 +74,14 @@ class JobKnowledge:
                 self.answers[message["request"]] = True
             case "refused":
                 self.refused = self.refused or message["reason"]
+            case "forget":
+                self._forget(message["scope"])
+            case _:
+                self._apply_elastic(message)
+
+    def _apply_elastic(self, message: Message) -> None:
+        """Take in a message that ends waits, or about an elastic world, or to a launcher."""
+        match message["op"]:
             case "stuck":
                 self.stuck = message["reason"]
             case "generation":
@@ -84,8 +94,12 @@ class JobKnowledge:
                 self.changes[message["scope"]] = message["number"]
             case "switch":
                 self.switches[message["scope"]] = message["number"], message["steps"]
-            case "forget":
-                self._forget(message["scope"])
+            case "released":
+                self.released[message["scope"]] = message["number"]
+            case "numbered":
+                self.answers[message["request"]] = (message["first"], message["minimum"], message["maximum"])
+            case "managed":
+                self.answers[message["request"]] = bool(message["done"]), message["text"]
 
     def _forget(self, scope: str) -> None:
         """All members have left a scope: nobody reads anything of it any more."""

@@ -10,7 +10,8 @@ What it holds:
 - lost: members that are gone for good. A lost member never comes back: its next hello is refused. That is the fence;
 - scopes: which member has which rank in a world or group. When all ranks have joined, all get the roster;
 - values: texts that members set and others wait for. A value dies with its owner, or with its scope;
-- generations: the sets of members of worlds that may lose and gain members (`generations`);
+- generations: the sets of members of worlds that may lose and gain members (`generations`), and what their launchers
+  ask for (`launchers`);
 - notices: that a member has left a scope, closed or aborted a channel (which is a scope inside a scope), or fled from
   the failure of another. All members get every notice. When all members of a scope have left, the scope is forgotten,
   with the values and notices in it.
@@ -37,6 +38,7 @@ from tutti.coordination.diagnosis import HeldUp, deadlock_text, deadlocked, diag
 from tutti.coordination.frames import Message, ProtocolError
 from tutti.coordination.generations import GenerationTable
 from tutti.coordination.knowledge import LEFT, is_inside
+from tutti.coordination.launchers import LauncherTable
 from tutti.coordination.liveness import MemberRecord, MemberWatch
 from tutti.coordination.notices import TERMINAL, NoticeTable
 from tutti.coordination.values import ValueTable
@@ -134,6 +136,7 @@ class CoordinatorState:
         self.generations = GenerationTable(
             lambda member, message: self.outbox.append((member, message)), self._describe, self._meet
         )
+        self.launchers = LauncherTable(lambda member, message: self.outbox.append((member, message)))
         self._handlers: dict[str, Callable[[MemberRecord, Message, float], None]] = {
             "join": self._join,
             "set": lambda record, message, _: self._values.set(record.id, message["key"], message["value"]),
@@ -155,6 +158,9 @@ class CoordinatorState:
             "depart": lambda record, message, now: self.generations.depart(record.id, message, now),
             "want": lambda record, message, _: self.generations.want(record.id, message),
             "boundary": lambda record, message, _: self.generations.boundary(record.id, message),
+            "numbers": lambda record, message, _: self.launchers.numbers(record.id, message),
+            "manage": lambda record, message, _: self.launchers.manage(record.id, message),
+            "replaces": lambda record, message, _: self.generations.replaces.update({record.id: bool(message["yes"])}),
         }
 
     def connect(self, hello: Message, now: float) -> MemberRecord:
@@ -373,6 +379,7 @@ class CoordinatorState:
         self._values.drop_member(member)
         # To itself too, if it is connected: it then knows that it was evicted, and why. One that left may end now.
         self.outbox.append((member, {"op": "refused", "reason": f"the job goes on without it: {reason}"}))
+        self.generations.replaces.pop(member, None)
         if record.is_observer:
             return
         if not record.has_met_others:

@@ -17,6 +17,9 @@ something take over the state of one that does not (`transfer`). 5. The position
 committed, and every rank gets its share of the rest. 6. The strategy is attached anew, and continues from its state. A
 loss in steps 3 to 6 starts again at 2: nothing was lost by then, because states are changed only by what is complete.
 
+*Leaving.* A rank that is asked to stop (SIGTERM) has the generation end at a common place, and enters the next one with
+"leaving". If others stay, it is let go and ends; nothing is void. If all leave, they save the state and end.
+
 *Who misses something.* Ranks count what they complete together (`_progress`): steps of all ranks, ends of blocks,
 collective calls. A rank can be behind others if a loss ended its wait and not theirs. Nobody can be ahead of a rank by
 more than what it has contributed to, so the state of the one that is furthest has everything. A rank that was behind in
@@ -32,7 +35,7 @@ import logging
 import time
 from collections.abc import Callable
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
 import torch
@@ -41,6 +44,7 @@ from tutti.collectives.calls import Combine
 from tutti.coordination.elastic_member import Generation
 from tutti.data.sharded_data import ShardedData
 from tutti.errors import ConfigError, RankLost, TooFewWorkers
+from tutti.job.checkpoints.signals import requested
 from tutti.job.elastic.transfer import share_state
 from tutti.replica.state import load_model_state, load_optimizer_state
 from tutti.strategies.saved_state import for_new_ranks, from_sent, of_this_rank
@@ -84,6 +88,8 @@ class ElasticJob:
             counts.commit_void_steps()
             if counts.num_committed < counts.num_batches:
                 return  # Gradients of several batches accumulate, or one was drawn and not trained on.
+            if requested():
+                self._elastic.member.leave()
             lost = self._elastic.member.lost() and not job._exchange.tolerates_loss
             if not lost and not self._elastic.member.stops_here():
                 return
@@ -161,7 +167,8 @@ class ElasticJob:
             self._elastic.connections.disconnect()
             old, new = self._elastic.member.generation, self._elastic.member.enter(info)
             assert old is not None
-            assert new is not None
+            if new is None:
+                self._end()
             try:
                 self._go_on(old, new)
                 break
@@ -172,6 +179,8 @@ class ElasticJob:
         self.seconds_lost += time.monotonic() - started_s
         for call in self.on_change:
             call(self._world)
+        if self._elastic.member.all_leave:
+            self._save_and_end()
         if new.too_few:
             self._stop(new)
 
@@ -200,6 +209,7 @@ class ElasticJob:
         equal = self._the_job._exchange.equal_after_steps
         return {
             "progress": self._progress,
+            "leaving": int(bool(requested())),
             "digest": _digest(self._state_of_strategy),
             "positions": [list(data.position) for data in self._data],
             "agreed": [list(data.position if equal else data.agreed_position) for data in self._data],
@@ -288,6 +298,18 @@ class ElasticJob:
                 again = self._elastic.member.enter(info)
                 assert again is not None
                 new = again
+
+    def _end(self) -> NoReturn:
+        """End this process, which was asked to stop: the others go on without it."""
+        self._elastic.connections.leave()
+        self._the_job._release()
+        raise SystemExit(0)
+
+    def _save_and_end(self) -> NoReturn:
+        """Save the state and end: all ranks were asked to stop. Collective."""
+        self._elastic.connections.leave()
+        self._the_job._checkpoints.save_last()
+        raise SystemExit(128 + requested())
 
     def _stop(self, generation: Generation) -> None:
         """Save the state and end: too few workers are left."""
