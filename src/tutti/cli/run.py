@@ -1,14 +1,27 @@
 """`tutti run`: a script in several processes."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from tutti.cli.lab_option import open_lab
 from tutti.cli.options import CheckpointEvery, Grace, LabText, checked_every
+from tutti.cli.run_options import (
+    Arguments,
+    ChaosText,
+    Listen,
+    RestartsLimit,
+    Script,
+    Spawn,
+    StrategyText,
+    Timeout,
+    WorkersText,
+)
 from tutti.cluster import parse_duration
 from tutti.errors import ConfigError, WorkerFailed
 
@@ -21,56 +34,18 @@ _USAGE_ERROR = 2
 
 def run(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(help="Python script that calls tutti.init() and tutti.distribute().")],
-    args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
-    workers: Annotated[
-        str | None,
-        typer.Option(
-            "--workers",
-            "-n",
-            metavar="N|MIN:MAX",
-            help="Number of processes. Default: one per core. With MIN:MAX, MAX are started, training begins when MIN "
-            "are there, lost ones are replaced, and others may join.",
-        ),
-    ] = None,
-    restarts: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of workers that are started in place of lost ones, with --workers MIN:MAX. Default: 10."
-        ),
-    ] = None,
-    listen: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS[:PORT]",
-            help="Address of this host on which `tutti join` on other hosts reaches the run, with --workers MIN:MAX. "
-            "Default: only this machine reaches it.",
-        ),
-    ] = None,
-    chaos: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT",
-            help='Cause failures on purpose, with --workers MIN:MAX: "kill any every 20s; stop 2 for 3s at 10s; join '
-            'at 30s; leave 1 at 40s; seed 7", and in a lab "cut host 0 for 5s".',
-        ),
-    ] = None,
-    strategy: Annotated[
-        str | None, typer.Option(help="Synchronisation strategy, which overrides the script's own.")
-    ] = None,
-    timeout: Annotated[
-        str | None,
-        typer.Option(metavar="DURATION", help="Time to wait for ranks to start: seconds, or 40s, 5m, 1h."),
-    ] = None,
+    script: Script,
+    args: Arguments = None,
+    workers: WorkersText = None,
+    strategy: StrategyText = None,
+    timeout: Timeout = None,
     checkpoint_every: CheckpointEvery = None,
     grace: Grace = None,
     lab: LabText = None,
-    spawn: Annotated[
-        bool,
-        typer.Option(
-            "--spawn", metavar="", help="Start each worker as a new Python process, instead of forking them from one."
-        ),
-    ] = False,
+    spawn: Spawn = False,
+    restarts: RestartsLimit = None,
+    listen: Listen = None,
+    chaos: ChaosText = None,
 ) -> None:
     """Run a script in several processes on this machine, or on the emulated hosts of a lab (see `tutti lab`).
 
@@ -85,7 +60,7 @@ def run(
     # Checked here, where a mistake is one message and not one for each worker.
     number = _number_of_workers(workers, restarts, listen, chaos, lab)
     environment = {} if strategy is None else {"TUTTI_STRATEGY": _checked_strategy(strategy, number)}
-    environment |= _durations(TUTTI_TIMEOUT=timeout, TUTTI_GRACE=grace)
+    environment |= durations(TUTTI_TIMEOUT=timeout, TUTTI_GRACE=grace)
     if checkpoint_every is not None:
         environment["TUTTI_CHECKPOINT_EVERY"] = checked_every(checkpoint_every)
     if spawn:
@@ -93,16 +68,22 @@ def run(
     if number is None and lab is None:
         # Not `os.cpu_count`: a container or `taskset` may allow fewer cores than the machine has.
         number = len(os.sched_getaffinity(0))
-    with open_lab(lab) as hosts:
-        try:
-            run_script([script, *(args or [])], number, environment, hosts)
-        except WorkerFailed as error:
-            # All words after the script are the script's. One that it refuses and `tutti run` knows was probably meant
-            # for `tutti run`.
-            own = {name for parameter in context.command.params for name in parameter.opts}
-            if error.status == _USAGE_ERROR and (late := own.intersection(args or [])):
-                error.add_note(f"{', '.join(sorted(late))} was passed to the script: give it before {script}.")
-            raise
+    with open_lab(lab) as hosts, naming_late_options(context, script, args):
+        run_script([script, *(args or [])], number, environment, hosts)
+
+
+@contextmanager
+def naming_late_options(context: typer.Context, script: str, args: list[str] | None) -> Iterator[None]:
+    """Add to the error of a script that refuses an option which was meant for the command itself."""
+    try:
+        yield
+    except WorkerFailed as error:
+        # All words after the script are the script's. One that it refuses and the command knows was probably meant for
+        # the command.
+        own = {name for parameter in context.command.params for name in parameter.opts}
+        if error.status == _USAGE_ERROR and (late := own.intersection(args or [])):
+            error.add_note(f"{', '.join(sorted(late))} was passed to the script: give it before {script}.")
+        raise
 
 
 def _number_of_workers(
@@ -130,7 +111,7 @@ def _number_of_workers(
     return replace(number, restarts=allowed, chaos=parsed, listen=listen)
 
 
-def _durations(**texts: str | None) -> dict[str, str]:
+def durations(**texts: str | None) -> dict[str, str]:
     """The environment variables of durations that were given, in seconds."""
     return {
         name: str(parse_duration(text, f"--{name.removeprefix('TUTTI_').lower()}").total_seconds())

@@ -67,7 +67,7 @@ class JoinedRun:
 
     def replaces_workers(self, yes: bool) -> None:
         """Say whether workers of this launcher are about to join."""
-        self._member.send(("replaces",), {"op": "replaces", "yes": int(yes)})
+        self._member.send(("replaces", "launcher"), {"op": "replaces", "yes": int(yes)})
 
     def answer(self, asked: ManagementRequest, text: str, *, done: bool) -> None:
         """Nobody asks this launcher for anything."""

@@ -41,6 +41,8 @@ class SupervisedWorker:
     ended_at: float | None = None
     evicted: str | None = None
     """How it was lost, as the predicate of a sentence, if the coordinator goes on without it because it was silent."""
+    is_leaving: bool = False
+    """Whether it was asked to leave, so that nobody takes its place."""
     is_removed: bool = False
     """Whether the supervisor has ended it, because it is not needed any more."""
 
@@ -103,6 +105,7 @@ class SupervisedWorker:
 
     def ask_to_leave(self) -> None:
         """Have it leave the run: at the next boundary, or at once if it has not joined the others yet."""
+        self.is_leaving = True
         if self.has_joined:
             self.ask_to_stop()
         else:

@@ -79,7 +79,7 @@ class WorkerChanges:
         """Plan a worker in place of a lost one; return what will happen, for a message."""
         failure = worker.inbox.failure
         ended = any(each.has_finished for each in self._workers)
-        if ended or (failure is not None and failure.is_mistake and not worker.knocked_on):
+        if ended or worker.is_leaving or (failure is not None and failure.is_mistake and not worker.knocked_on):
             return ""
         delay_s = self._restarts.lost(worker.slot, (worker.ended_at or worker.started_at) - worker.started_at)
         self._tell()
