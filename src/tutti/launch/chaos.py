@@ -123,10 +123,6 @@ def _rule(clause: str, mistakes: list[str]) -> ChaosRule | None:
                 mistakes.append(f"'{clause}': '{action}' does not last, so leave 'for' out")
             if not times.keys() & {"at", "every"}:
                 mistakes.append(f"'{clause}': say when, such as 'at 10s' or 'every 10s'")
-        if times.get("every", 1.0) <= 0:
-            mistakes.append(f"'{clause}': the time after 'every' must be above 0")
-        if times.get("for", 1.0) <= 0:
-            mistakes.append(f"'{clause}': the time after 'for' must be above 0")
     if len(mistakes) > before:
         return None
     return ChaosRule(clause, action, target, times.get("for"), times.get("at"), times.get("every"))
