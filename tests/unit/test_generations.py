@@ -52,6 +52,15 @@ def said(told: Told, op: str) -> dict[str, Any]:
     return {to: message.get("reason") for to, message in told if message["op"] == op}
 
 
+def test_the_first_generation_waits_for_the_minimum_also_where_fewer_are_started() -> None:
+    job = Job("a", "a")
+    limits = {"minimum": 2, "maximum": 4, "expected": 1}
+    ask = {"scope": "w", "after": -1, "ready": 0, "info": {}, **limits}
+    assert job.send(0, "enter", **ask) == []
+    assert job.wait(30) == []
+    assert generation(job.send(1, "enter", **ask)) == ["m0", "m1"]
+
+
 def test_a_member_that_wants_to_leave_is_let_go() -> None:
     job = ElasticJob()
     told = job.send(1, "want", scope="w", number=0)

@@ -27,7 +27,6 @@ class AddressFirst(TyperCommand):
             args = [*rest[:num_words], first, *rest[num_words:]]
         return super().parse_args(ctx, args)
 
-
     def _count_words_of_options(self, words: list[str]) -> int:
         """Return how many words come before the first that is neither an option nor the value of one."""
         with_value = {name for each in self.params for name in each.opts if not getattr(each, "is_flag", False)}

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -18,6 +18,7 @@ from tutti.cli.run_options import (
     RestartsLimit,
     Script,
     Spawn,
+    Start,
     StrategyText,
     Timeout,
     WorkersText,
@@ -43,6 +44,7 @@ def run(
     grace: Grace = None,
     lab: LabText = None,
     spawn: Spawn = False,
+    start: Start = None,
     restarts: RestartsLimit = None,
     listen: Listen = None,
     chaos: ChaosText = None,
@@ -58,7 +60,8 @@ def run(
     from tutti.launch.local import run_script
 
     # Checked here, where a mistake is one message and not one for each worker.
-    number = _number_of_workers(workers, restarts, listen, chaos, lab)
+    options = {"start": start, "restarts": restarts, "chaos": chaos, "listen": listen}
+    number = _number_of_workers(workers, {name: each for name, each in options.items() if each is not None}, lab)
     environment = {} if strategy is None else {"TUTTI_STRATEGY": _checked_strategy(strategy, number)}
     environment |= durations(TUTTI_TIMEOUT=timeout, TUTTI_GRACE=grace)
     if checkpoint_every is not None:
@@ -86,29 +89,36 @@ def naming_late_options(context: typer.Context, script: str, args: list[str] | N
         raise
 
 
-def _number_of_workers(
-    workers: str | None, restarts: int | None, listen: str | None, chaos: str | None, lab: str | None
-) -> "int | ElasticRun | None":
-    """Return how many workers to start, or how they may come and go if `--workers` is MIN:MAX."""
+def _number_of_workers(workers: str | None, options: dict[str, Any], lab: str | None) -> "int | ElasticRun | None":
+    """Return how many workers to start, or how they may come and go if `--workers` is MIN:MAX.
+
+    Args:
+        options: those of `ElasticRun` that were given.
+        lab: the text of the lab, if there is one.
+    """
     from tutti.launch.chaos import Chaos
     from tutti.launch.elastic_run import ElasticRun, parse_workers
     from tutti.launch.lab.lab import LabSpec
 
     number = parse_workers(workers, "--workers")
     if not isinstance(number, ElasticRun):
-        options = {"--restarts": restarts, "--listen": listen, "--chaos": chaos}
-        if given := [name for name, value in options.items() if value is not None]:
-            raise ConfigError(f"{', '.join(given)} needs a number of workers that may change: --workers MIN:MAX.")
+        if options:
+            names = ", ".join(f"--{name}" for name in options)
+            raise ConfigError(f"{names} needs a number of workers that may change: --workers MIN:MAX.")
         return number
-    if lab is not None and listen is not None:
-        raise ConfigError("--listen has no effect in a lab, which other hosts do not reach: leave one of them out.")
-    parsed = None if chaos is None else Chaos.parse(chaos)
-    allowed = number.restarts if restarts is None else restarts
     spec = None if lab is None else LabSpec.parse(lab)
-    if parsed is not None:
-        started = number.maximum if spec is None else spec.num_workers
-        parsed.check(started, allowed, 0 if spec is None else spec.hosts)
-    return replace(number, restarts=allowed, chaos=parsed, listen=listen)
+    if spec is not None and (useless := [f"--{name}" for name in ("start", "listen") if name in options]):
+        raise ConfigError(
+            f"{', '.join(useless)} has no effect in a lab, which has a number of places, and which other hosts do not "
+            "reach: leave it out."
+        )
+    if "chaos" in options:
+        options = {**options, "chaos": Chaos.parse(options["chaos"])}
+    elastic = replace(number, **options)
+    if elastic.chaos is not None:
+        started, hosts = (elastic.num_started, 0) if spec is None else (spec.num_workers, spec.hosts)
+        elastic.chaos.check(started, elastic.restarts, hosts)
+    return elastic
 
 
 def durations(**texts: str | None) -> dict[str, str]:

@@ -23,6 +23,14 @@ Timeout = Annotated[
     str | None,
     typer.Option("--timeout", metavar="DURATION", help="Time to wait for ranks to start: seconds, or 40s, 5m, 1h."),
 ]
+Start = Annotated[
+    int | None,
+    typer.Option(
+        "--start",
+        metavar="N",
+        help="Number of workers to start here, with --workers MIN:MAX. Default: MAX. Others may join later.",
+    ),
+]
 RestartsLimit = Annotated[
     int | None,
     typer.Option(

@@ -261,7 +261,7 @@ class GenerationTable:
         """Form the first generation, if enough members have come."""
         come = len(world.requests)
         settled = come >= world.minimum and now - world.asked_at >= _SETTLE_S
-        if settled or come >= min(world.expected, world.maximum):
+        if settled or come >= max(world.minimum, min(world.expected, world.maximum)):
             chosen = list(world.requests)[: world.maximum]
             by_number = sorted(chosen, key=lambda member: (self._describe(member) or {"rank": -1})["rank"])
             self._form(scope, world, by_number, too_few=False)

@@ -16,6 +16,8 @@ class ElasticRun:
 
     minimum: int
     maximum: int
+    start: int | None = None
+    """How many workers to start; None for the most. Others may join later, from other hosts for example."""
     restarts: int = RESTARTS
     """How many workers are started in place of lost ones."""
     chaos: Chaos | None = None
@@ -24,8 +26,18 @@ class ElasticRun:
     """The address on which launchers of other hosts reach the run; None if none can."""
 
     def __post_init__(self) -> None:
+        mistakes = []
         if self.restarts < 0:
-            raise ConfigError(f"restarts must be 0 or more, got {self.restarts}.")
+            mistakes.append(f"restarts must be 0 or more, got {self.restarts}.")
+        if not 1 <= self.num_started <= self.maximum:
+            mistakes.append(f"the number of workers to start is from 1 to {self.maximum}, got {self.start}.")
+        if mistakes:
+            raise ConfigError(" ".join(mistakes))
+
+    @property
+    def num_started(self) -> int:
+        """Number of workers that are started."""
+        return self.maximum if self.start is None else self.start
 
 
 Workers = int | str | tuple[int, int] | ElasticRun | None

@@ -17,6 +17,7 @@ from typing import Any
 
 from tutti.coordination import MemberDescription, Secret
 from tutti.coordination.diagnosis import HeldUp
+from tutti.coordination.knowledge import LEFT
 from tutti.coordination.launchers import ManagementRequest
 from tutti.coordination.link import Endpoint, connect_member
 from tutti.errors import ConfigError, RankLost
@@ -91,8 +92,9 @@ class JoinedRun:
             self._seen |= {each.id: each for each in found if each.host_id == here}
             self._looked_at = time.monotonic()
         for member in self._member.known.lost.keys() & self._seen.keys():
-            reason = self._member.known.lost[member]
-            self._evicted.append((self._seen.pop(member), reason))
+            description, reason = self._seen.pop(member), self._member.known.lost[member]
+            if reason != LEFT:  # That one ends by itself.
+                self._evicted.append((description, reason))
         return self._evicted
 
     def _rows(self) -> list[dict[str, Any]]:

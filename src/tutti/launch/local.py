@@ -115,7 +115,7 @@ def _placement(workers: int | ElasticRun | None, lab: Lab | None, joins: JoinedR
     if joins is not None:
         return here(joins.num_workers)
     if lab is None:
-        return here(workers.maximum if isinstance(workers, ElasticRun) else 2 if workers is None else workers)
+        return here(workers.num_started if isinstance(workers, ElasticRun) else 2 if workers is None else workers)
     places = lab.placement.num_workers
     if isinstance(workers, ElasticRun):
         if not workers.minimum <= places <= workers.maximum:
