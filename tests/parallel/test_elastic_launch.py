@@ -49,15 +49,21 @@ class Rank:
 
 
 def train(
-    event: Event, gate: Event, folder: Path | None = None, width: int = 8, strategy: str = "ring"
+    event: Event,
+    gate: Event,
+    folder: Path | None = None,
+    *,
+    width: int = 8,
+    strategy: str = "ring",
+    num_steps: int = END,
 ) -> tuple[int, int, int, list[float]]:
-    """Train for `END` steps; return the size of the world, its generation, void steps and the parameters.
+    """Train for `num_steps` steps; return the size of the world, its generation, void steps and the parameters.
 
     `event` is called on the rank `PLACE` before the step `EVENT`, and `gate` on all ranks before the step `GATE`.
     """
     world = tutti.init()
     torch.manual_seed(0)
-    data = TensorDataset(torch.randn(END * 12, 4, dtype=torch.float64))
+    data = TensorDataset(torch.randn(num_steps * 12, 4, dtype=torch.float64))
     model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Tanh(), torch.nn.Linear(width, 1)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     job = tutti.distribute(model, optimizer, strategy)
@@ -75,7 +81,7 @@ def train(
             if folder is not None:
                 job.checkpoint(folder, batches, every="1h")
     job.finish()
-    assert job.steps == END
+    assert job.steps == num_steps
     number, num_void = (0, 0) if rank is None else (rank.member.number, rank.regrouping.num_voided)
     return world.size, number, num_void, torch.cat([each.detach().flatten() for each in model.parameters()]).tolist()
 
@@ -94,6 +100,11 @@ def fail(rank: Rank) -> None:
 
 def is_asked_to_leave(rank: Rank) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def until_the_ranks_change(rank: Rank) -> None:
+    """Nobody comes to the end before."""
+    rank.wait(lambda: rank.member.number > 0 or rank.asked_to_stop())
 
 
 def until_a_new_worker_joins(rank: Rank) -> None:
@@ -133,7 +144,7 @@ def test_without_restarts_the_others_finish_alone(undisturbed: list[float]) -> N
 def test_sigterm_lets_a_worker_leave_between_two_steps(
     undisturbed: list[float], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    results = tutti.launch(train, is_asked_to_leave, nothing, workers="1:3")
+    results = tutti.launch(train, is_asked_to_leave, until_the_ranks_change, workers="1:3")
     assert [each and each[:3] for each in results] == [(2, 1, 0), None, (2, 1, 0)], "nothing was void"
     assert_same(results, undisturbed)
     err = capfd.readouterr().err
@@ -141,9 +152,13 @@ def test_sigterm_lets_a_worker_leave_between_two_steps(
     assert "go on without it" not in err
 
 
+def train_without_end(folder: Path) -> None:
+    train(nothing, is_asked_to_leave, folder, num_steps=100_000)
+
+
 def test_if_all_leave_they_save_the_state(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed) as failed:
-        tutti.launch(train, nothing, is_asked_to_leave, tmp_path, workers=(1, 3))
+        tutti.launch(train_without_end, tmp_path, workers=(1, 3))
     assert failed.value.status == 128 + signal.SIGTERM
     assert newest_complete(tmp_path) is not None
 

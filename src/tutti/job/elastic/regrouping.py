@@ -168,7 +168,7 @@ class ElasticJob:
             old, new = self._elastic.member.generation, self._elastic.member.enter(info)
             assert old is not None
             if new is None:
-                self._end()
+                self._leave(alone=True)
             try:
                 self._go_on(old, new)
                 break
@@ -180,7 +180,7 @@ class ElasticJob:
         for call in self.on_change:
             call(self._world)
         if self._elastic.member.all_leave:
-            self._save_and_end()
+            self._leave(alone=False)
         if new.too_few:
             self._stop(new)
 
@@ -299,16 +299,13 @@ class ElasticJob:
                 assert again is not None
                 new = again
 
-    def _end(self) -> NoReturn:
-        """End this process, which was asked to stop: the others go on without it."""
+    def _leave(self, *, alone: bool) -> NoReturn:
+        """End this process, which was asked to stop. If all ranks were, save the state first, which is collective."""
         self._elastic.connections.leave()
-        self._the_job._release()
-        raise SystemExit(0)
-
-    def _save_and_end(self) -> NoReturn:
-        """Save the state and end: all ranks were asked to stop. Collective."""
-        self._elastic.connections.leave()
-        self._the_job._checkpoints.save_last()
+        if alone:
+            self._the_job._release()
+            raise SystemExit(0)
+        self._the_job._checkpoints.save_last()  # Ends the process as well, if checkpoints are written.
         raise SystemExit(128 + requested())
 
     def _stop(self, generation: Generation) -> None:
