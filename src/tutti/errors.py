@@ -4,6 +4,7 @@
     ├── ConfigError            (also a ValueError) an argument, option or file that cannot work
     │   ├── UnknownName        the name of a strategy, recipe or the like that does not exist
     │   ├── EnvironmentConflict  environment variables of launchers that contradict each other
+    │   │   └── TrainingEnded  a worker came to an elastic run whose training has ended
     │   ├── ReplicaMismatch    models, optimisers or tensors that differ between ranks
     │   ├── NoLink             a simulated message between hosts that no link joins
     │   ├── NotPriced          a strategy without a cost formula
@@ -53,6 +54,10 @@ class UnknownName(ConfigError):
 
 class EnvironmentConflict(ConfigError):
     """Environment variables of launchers contradict each other."""
+
+
+class TrainingEnded(EnvironmentConflict):
+    """A worker came to an elastic run whose training has ended. The launcher does not count that as a failure."""
 
 
 class ReplicaMismatch(ConfigError):

@@ -73,6 +73,10 @@ class Connections(Protocol):
         """Tell the members of the last generation that this process has ended its part in it."""
         ...
 
+    def leave(self) -> None:
+        """Tell the launcher that this process ends before the training does, because it was asked to."""
+        ...
+
 
 @dataclass(eq=False)
 class Elasticity:

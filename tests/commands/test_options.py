@@ -5,7 +5,13 @@ import typer
 from tutti.cli import app
 
 OPTIONS = {
-    "run": "--checkpoint-every --grace --lab --spawn --strategy --timeout --workers ARGS SCRIPT",
+    "run": (
+        "--chaos --checkpoint-every --grace --lab --listen --restarts --spawn --start --strategy --timeout --workers "
+        "ARGS SCRIPT"
+    ),
+    "join": "--grace --restarts --spawn --workers ADDRESS ARGS SCRIPT",
+    "workers add": "--run COUNT",
+    "workers remove": "--run RANK",
     "train": (
         "--check --checkpoint-every --data --epochs --json --lr --name --option --resume --seed --strategy --workers "
         "RECIPE"

@@ -280,7 +280,7 @@ class Run:
     def start_coordinator(self) -> None:
         self.started = self.now
         self.state = CoordinatorState(PATIENCE_S, "host", self.now, self._look)
-        self.state.generations.replaces_workers = self.replaces
+        self.state.generations.replaces["launcher"] = self.replaces
         self.ever_lost |= {each.id for each in self.processes if each.is_frozen}
         for process in self.processes:
             self._unlink(process)
@@ -395,7 +395,7 @@ class Run:
 
     def come_to_rest(self) -> None:
         """No more faults: all that is sent arrives, and everybody runs until all have ended."""
-        self.replaces = self.state.generations.replaces_workers = False
+        self.replaces = self.state.generations.replaces["launcher"] = False
         for number in count():
             running = [each for each in self.processes if not each.is_dead and not each.baton.is_over]
             if not running:

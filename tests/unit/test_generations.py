@@ -224,10 +224,11 @@ def test_the_loss_of_one_that_has_ended_ends_no_generation() -> None:
 @pytest.mark.parametrize("replaced", [False, True])
 def test_too_few_members_wait_only_for_replacements(replaced: bool) -> None:
     run = ElasticRun(2)
-    run.state.generations.replaces_workers = replaced
+    run.state.generations.replaces["launcher"] = replaced
     run.lose(1)
     told = run.enter(0, after=0)
     if not replaced:
+        told += run.wait(3)  # In which launchers notice losses.
         assert [message["too_few"] for _, message in told if message["op"] == "generation"] == [1]
         return
     assert run.wait(100) == []
@@ -240,10 +241,10 @@ def test_too_few_members_wait_only_for_replacements(replaced: bool) -> None:
 
 def test_too_few_members_end_when_the_launcher_gives_up() -> None:
     run = ElasticRun(2)
-    run.state.generations.replaces_workers = True
+    run.state.generations.replaces["launcher"] = True
     run.lose(1)
     run.enter(0, after=0)
-    run.state.generations.replaces_workers = False
+    run.state.generations.replaces["launcher"] = False
     [(_, message)] = run.wait(0.25)
     assert message["too_few"] == 1
 

@@ -20,7 +20,21 @@ import typer
 from rich.console import Console
 
 import tutti
-from tutti.cli import bench, checkpoints, doctor, lab, plan, profile, reproduce, run, simulate, status, train
+from tutti.cli import (
+    bench,
+    checkpoints,
+    doctor,
+    join,
+    lab,
+    plan,
+    profile,
+    reproduce,
+    run,
+    simulate,
+    status,
+    train,
+    workers,
+)
 from tutti.errors import TargetMissed, TuttiError, WorkerFailed
 from tutti.versions import check_torch
 
@@ -56,7 +70,9 @@ def _options(
 
 
 # Without interspersed arguments: options after the script are the script's, and not those of `tutti run`.
-app.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(run.run)
+_SCRIPT_LAST = {"allow_interspersed_args": False, "ignore_unknown_options": False}
+app.command("run", context_settings=_SCRIPT_LAST)(run.run)
+app.command("join", cls=join.AddressFirst, context_settings=_SCRIPT_LAST)(join.join)
 app.command("train")(train.train)
 app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)
@@ -67,6 +83,7 @@ app.command("reproduce")(reproduce.reproduce)
 app.add_typer(simulate.app, name="simulate")
 app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
+app.add_typer(workers.app, name="workers")
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ def status(
     from tutti.coordination.diagnosis import diagnose
     from tutti.launch.run_registry import running
 
-    chosen = _choose(running(), run)
+    chosen = choose_run(running(), run)
     member = _observe(chosen)
     try:
         if stack is not None:
@@ -64,8 +64,8 @@ def status(
         typer.echo(text or "(none: it does not answer)")  # Not by rich, which would break its lines.
 
 
-def _choose(runs: "list[RunningRun]", pid: int | None) -> "RunningRun":
-    """The run that the user means."""
+def choose_run(runs: "list[RunningRun]", pid: int | None, command: str = "tutti status") -> "RunningRun":
+    """The run that the user means. `command` is what takes its process id, for the message."""
     known = "; ".join(f"{run.pid} ({run.command})" for run in runs)
     if pid is not None:
         found = [run for run in runs if run.pid == pid]
@@ -78,7 +78,7 @@ def _choose(runs: "list[RunningRun]", pid: int | None) -> "RunningRun":
             "started are shown on the machine of their launcher; in others, call job.status()."
         )
     if len(runs) > 1:
-        raise ConfigError(f"several runs are under way; say which: tutti status {runs[-1].pid}. Known: {known}.")
+        raise ConfigError(f"several runs are under way; say which: {command} {runs[-1].pid}. Known: {known}.")
     return runs[0]
 
 

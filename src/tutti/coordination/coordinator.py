@@ -42,6 +42,7 @@ from tutti.coordination.handshake import (
     set_timeouts,
     tls,
 )
+from tutti.coordination.launchers import ManagementRequest
 from tutti.coordination.secret import Secret
 from tutti.coordination.state import CoordinatorState, Refused
 
@@ -86,6 +87,8 @@ class Coordinator:
         self._state = CoordinatorState(self._patience_s, host_id, time.monotonic())
         self.evicted = self._state.evicted
         """Members that were evicted while their processes may still be there, and why. Its reader empties it."""
+        self.requests = self._state.launchers.requests
+        """What users have asked of the launcher. Its reader takes them out, and answers."""
         self._writers: dict[str, asyncio.StreamWriter] = {}
         self._refused: WeakSet[asyncio.StreamWriter] = WeakSet()
         """Connections on which nothing is written any more: they end as soon as the other side has read why."""
@@ -98,6 +101,9 @@ class Coordinator:
         self._told_of_secret = False
         self._thread = threading.Thread(target=self._run, name="tutti coordinator", daemon=True)
         self._thread.start()
+
+    is_gone = False
+    """Whether the process that serves it has ended, for a launcher; never where that is its own."""
 
     def close(self) -> None:
         """End the service and all connections. Idempotent."""
@@ -118,6 +124,31 @@ class Coordinator:
                 each.description.rank for id, each in members.items() if id not in but and not each.is_observer
             )
         )
+
+    def set_limits(self, minimum: int, maximum: int, first_number: int) -> None:
+        """Let workers come and go; `first_number` is that of the first one after those that the launcher starts."""
+
+        def change() -> None:
+            self._state.launchers.limits, self._state.launchers.next_number = (minimum, maximum), first_number
+
+        self._ask(change)
+
+    def take_numbers(self, count: int) -> int:
+        """Return the first of `count` numbers for workers, which nobody else gets."""
+        return int(self._ask(lambda: self._state.launchers.take(count)))
+
+    def replaces_workers(self, yes: bool) -> None:
+        """Say whether more workers come from this launcher: with too few members, the others wait for them."""
+        self._ask(lambda: self._state.generations.replaces.update({"": yes}))
+
+    def answer(self, asked: ManagementRequest, text: str, *, done: bool) -> None:
+        """Answer one of `requests`."""
+
+        def send() -> None:
+            self._state.launchers.answer(asked, text, done=done)
+            self._deliver()
+
+        self._ask(send)
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         """Call a function in the thread of the service. Ended by that thread, which waits for nothing."""

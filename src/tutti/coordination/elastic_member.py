@@ -30,9 +30,10 @@ from typing import Any
 
 from tutti.coordination.activity import MEMBERSHIP_ACTION
 from tutti.coordination.description import MemberDescription
+from tutti.coordination.elastic_world import TRAINING_HAS_ENDED, WORKERS_ARE_LOST
 from tutti.coordination.frames import Message
 from tutti.coordination.member import Member, check_coordinator
-from tutti.errors import DeadlineExceeded, EnvironmentConflict
+from tutti.errors import DeadlineExceeded, EnvironmentConflict, RankLost, TrainingEnded
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,16 @@ class ElasticMember:
         return -1 if self.generation is None else self.generation.number
 
     @property
+    def is_released(self) -> bool:
+        """Whether the others have let this process go."""
+        return self.name in self.member.known.released
+
+    @property
+    def all_leave(self) -> bool:
+        """Whether all members of this generation want to leave."""
+        return self.generation is not None and all(each.info.get("leaving") for each in self.generation.members)
+
+    @property
     def rank(self) -> int:
         """The rank of this process in the present generation."""
         assert self.generation is not None
@@ -107,7 +118,9 @@ class ElasticMember:
             timeout: how long to wait for the others, where nobody else ends that wait: for the first generation, which
                 does not begin without the minimum.
 
-        Raises `EnvironmentConflict` if there is no place for this process, `DeadlineExceeded` after `timeout`.
+        Returns None also if this process is let go: it has given "leaving" among its values, and others stay. Raises
+        `EnvironmentConflict` if there is no place for this process, `TrainingEnded` if it comes too late, and
+        `DeadlineExceeded` after `timeout`.
         """
         known, before, key = self.member.known, self.number, ("enter", self.name)
 
@@ -117,7 +130,7 @@ class ElasticMember:
         self.member.outbox.withdraw(("belongs", self.name))
         self._send("enter", after=before, ready=int(ready), info=info)
         try:
-            self._wait(lambda: formed() or (not ready and self.name in known.running), timeout)
+            self._wait(lambda: formed() or self.is_released or (not ready and self.name in known.running), timeout)
         except BaseException:
             self.member.outbox.withdraw(key)
             raise
@@ -141,9 +154,10 @@ class ElasticMember:
         self._changed()  # It may be asked for a boundary already.
 
     def check(self) -> None:
-        """Raise `EnvironmentConflict` if there is no place for this process."""
+        """Raise an error if there is no place for this process, or nobody left to join."""
         if (conflict := self.member.known.conflicts.get(self.name)) is not None:
-            raise EnvironmentConflict(f"rank {self.member.description.rank}: {conflict}.")
+            kind = {TRAINING_HAS_ENDED: TrainingEnded, WORKERS_ARE_LOST: RankLost}.get(conflict, EnvironmentConflict)
+            raise kind(f"rank {self.member.description.rank}: {conflict}.")
 
     def lost(self) -> list[int]:
         """Return the numbers, as their launcher gave them, of members of this generation that are lost."""

@@ -12,8 +12,10 @@ and nobody else came for `_SETTLE_S`. Only members that do not know of a generat
 `ready` were told that it runs. Fewer than the minimum wait until they give up (`tutti.init(timeout=...)`).
 
 *Next.* A later one is formed when all living members of the present one have asked. With fewer members than the
-minimum it waits as long as the launcher replaces lost workers. After that it is formed with `too_few`, so that its
-members save their state and end. When no member is left, those that wait to come in are refused.
+minimum it waits as long as a launcher says that more workers come, and for `_TOO_FEW_S`, in which launchers notice
+losses. After that it is formed with `too_few`, so that its members save their state and end. Members that want to leave
+are released before, if others stay. When no member is left, those that wait to come in are refused. If none of the
+lost ones had come to the end, the world begins anew with those that come then: nobody has the state any more.
 
 *Change without an interruption.* Members change generations at different moments after a loss: each as soon as it
 notices. Where a new member waits or one wants to leave, and after a loss that the strategy tolerates, nothing would end
@@ -40,6 +42,12 @@ from tutti.coordination.frames import Message, ProtocolError, encode
 
 _SETTLE_S = 1.0
 """How long the first generation waits for more members after the last one that came, once it has the minimum."""
+_TOO_FEW_S = 2.0
+"""How long a generation with too few members waits, after the last one that asked, for launchers to notice losses."""
+TRAINING_HAS_ENDED = "the training has ended"
+"""The reason that a new member gets which comes too late."""
+WORKERS_ARE_LOST = "all workers that this one was to join are lost"
+"""The reason that a new member gets which has waited for members that are all lost."""
 _RECONNECT_S = 3.0
 """How old a coordinator must be before it takes a few new members for a whole world: were it started anew, members of
 the world before would have connected by then."""
@@ -105,6 +113,12 @@ class ElasticWorld:
     """Of each member: a generation, and the number of its steps after which it can stop."""
     switch: int | None = None
     """The number of steps after which all stop, once that is known."""
+    is_lost: bool = False
+    """Whether all its members were lost, so that it begins anew."""
+    released: set[str] = field(default_factory=set)
+    """Members that were let go, as they wanted."""
+    announced: set[str] = field(default_factory=set)
+    """New members that were told that the world has begun, and have yet to ask again."""
     told: set[tuple[str, str]] = field(default_factory=set)
     """Members and the kinds of messages that they were sent in this generation, over their present connections."""
 
@@ -114,6 +128,9 @@ class ElasticWorld:
         """A member asks for the next generation."""
         if member in self.departed:
             self.refuse(member, "it has ended its part in the training")
+            return
+        if member in self.released:
+            self.there.send(member, {"op": "released", "scope": self.scope, "number": request.after})
             return
         self._connected(member)
         self._heard_of(member, request.after)
@@ -157,9 +174,9 @@ class ElasticWorld:
         self.there.send(member, {"op": "conflict", "scope": self.scope, "reason": reason})
 
     @property
-    def is_known_to_somebody(self) -> bool:
-        """Whether some member is in a generation already."""
-        return bool(self.belonging)
+    def has_begun(self) -> bool:
+        """Whether there is a generation, which some member is in or was."""
+        return not self.is_lost and (self.number >= 0 or bool(self.belonging))
 
     @property
     def is_over(self) -> bool:
@@ -179,6 +196,7 @@ class ElasticWorld:
         by_member: tuple[dict[str, Any], ...] = (self.requests, self.belonging, self.wants, self.boundaries)
         for kept in by_member:
             kept.pop(member, None)
+        self.announced.discard(member)
         self._connected(member)
 
     # What is done
@@ -194,36 +212,57 @@ class ElasticWorld:
         ranks = {member: int(self.there.describe(member)["rank"]) for member in come}
         # Who was started later has another number, unless one of these is lost.
         started_first = {rank for rank in ranks.values() if rank < self.expected}
-        if len(started_first) >= min(self.expected, self.maximum) or (settled and len(come) >= self.minimum):
+        enough = max(self.minimum, min(self.expected, self.maximum))
+        if len(started_first) >= enough or (settled and len(come) >= self.minimum):
             self._form(sorted(come[: self.maximum], key=ranks.__getitem__), too_few=False)
         elif now - max(self.asked_at, started) >= patience_s:
             # They were told by a coordinator before this one that the world runs, and nobody of it has come.
             for member in self._newcomers():
                 self.refuse(member, "no worker of the training is left")
 
-    def advance(self, replaces_workers: bool) -> None:
+    def advance(self, more_come: bool, now: float) -> None:
         """Do what is due in a world that has begun.
 
         Args:
-            replaces_workers: whether the launcher starts workers in place of lost ones.
+            more_come: whether a launcher has started more workers, or is about to.
         """
         if self._recalls():
             return
         self._refuse_strangers()
         living = self._living()
         if not living:
-            for member in list(self.requests):
-                self.refuse(member, "the training has ended")
+            self._end_world()
             return
         self._refuse_doubters(living)
         self._answer_requests(len(living))
         if all(member in self.requests for member in living):
-            chosen = [*living, *self._newcomers()]
+            chosen = [*self._release(living), *self._newcomers()]
             too_few = len(chosen) < self.minimum and not self.is_finished
-            if not (too_few and replaces_workers):
+            if not too_few or not (more_come or now - self.asked_at < _TOO_FEW_S):
                 self._form(chosen, too_few)
         elif self._should_end(living):
             self._end(living)
+
+    def _end_world(self) -> None:
+        """All members have ended: nobody is there to whom new ones could come."""
+        is_over = self.is_finished or any(member in self.departed for member in self.members)
+        for member in {*self.requests, *self.announced}:
+            self.refuse(member, TRAINING_HAS_ENDED if is_over else WORKERS_ARE_LOST)
+        self.announced.clear()
+        self.is_lost = not is_over
+
+    def _release(self, living: list[str]) -> list[str]:
+        """Let members go that want to leave, if others stay; return the members of the next generation."""
+        staying = [member for member in living if not self.requests[member].info.get("leaving")]
+        if not staying:
+            return living  # Nobody else has the state.
+        for member in living:
+            if member not in staying:
+                self.members.remove(member)
+                self._forget(member)
+                self.released.add(member)
+                self.there.send(member, {"op": "released", "scope": self.scope, "number": self.number})
+        return staying
 
     def _recalls(self) -> bool:
         """Have a generation described that members are in and this coordinator does not know; False if there is none.
@@ -256,8 +295,11 @@ class ElasticWorld:
                 # It was formed while the connection of this member was broken.
                 del self.requests[member]
                 self.there.send(member, self.announcement)
+            elif request.after < 0 and self.is_finished:
+                self.refuse(member, TRAINING_HAS_ENDED)
             elif not request.ready and request.after < 0:
                 del self.requests[member]
+                self.announced.add(member)
                 self.there.send(member, {"op": "running", "scope": self.scope, "size": len(self.members)})
         for member in self._newcomers()[max(0, self.maximum - num_living) :]:
             self.refuse(member, f"the job has {self.maximum} workers, which is its maximum")
@@ -302,6 +344,7 @@ class ElasticWorld:
             return
         for member in chosen:
             del self.requests[member]
+            self.announced.discard(member)
         self._present(announcement, chosen)
         self.there.meet(f"{self.scope}.{number}", described)
         for member in chosen:
@@ -313,7 +356,7 @@ class ElasticWorld:
         self.number, self.members, self.announcement = announcement["number"], members, announcement
         self.highest = max(self.highest, self.number)
         self.departed = {member for member in self.departed if self.there.is_there(member)}
-        self.switch = None
+        self.switch, self.is_lost = None, False
         self.told.clear()
 
     def _tell(self, member: str, op: str, **fields: int) -> None:

@@ -42,6 +42,9 @@ SCHEMA: dict[str, Fields] = {
     "depart": {"scope": str, **_LIMITS, "finished": int},
     "want": {"scope": str, **_LIMITS, "number": int},
     "boundary": {"scope": str, **_LIMITS, "number": int, "steps": int},
+    "numbers": {"request": int, "count": int},
+    "replaces": {"yes": int},
+    "manage": {"request": int, "action": str, "number": int},
     # From the coordinator.
     "welcome": {"version": str, "lost": dict, "host_id": str},
     "refused": {"reason": str},
@@ -62,6 +65,9 @@ SCHEMA: dict[str, Fields] = {
     "running": {"scope": str, "size": int},
     "change": {"scope": str, "number": int},
     "switch": {"scope": str, "number": int, "steps": int},
+    "released": {"scope": str, "number": int},
+    "numbered": {"request": int, "first": int, "minimum": int, "maximum": int},
+    "managed": {"request": int, "done": int, "text": str},
 }
 """The fields of each message and their types."""
 

@@ -12,7 +12,9 @@ the world that it is about (`elastic_world`), which decides. Members only ask:
   maximum. Each enters with a few values of its own, which all get.
 - A new member asks twice: first whether the world has begun (`ready` is False where its answer may be "running"), and
   again when it has built its model. Only then do the others stop for it.
-- *depart*: a member has ended its training, or leaves on purpose. Nobody waits for it any more, and it does not return.
+- *depart*: a member has ended its training. Nobody waits for it any more, and it does not return.
+- *leave*: a member that enters with "leaving" among its values is not in the next generation, if others stay. It is
+  *released* as soon as all have asked. If all want to leave, they go on together once more, and so can save the state.
 - *want*, *boundary*: about the end of a generation in which nobody is lost.
 - *belongs*, *recalled*: which generation a member is in, and who else is.
 
@@ -51,8 +53,8 @@ class GenerationTable:
         """
         self._members, self._patience_s, self._started = members, patience_s, now
         self._worlds: dict[str, ElasticWorld] = {}
-        self.replaces_workers = False
-        """Whether the launcher starts workers in place of lost ones."""
+        self.replaces: dict[str, bool] = {}
+        """Whether workers come that a launcher has started or is about to start, by launcher."""
         self.handlers: dict[str, Callable[[str, Message, float], None]] = {
             "enter": self.enter,
             "belongs": self.belongs,
@@ -60,6 +62,7 @@ class GenerationTable:
             "depart": self.depart,
             "want": self.want,
             "boundary": self.boundary,
+            "replaces": lambda member, message, _: self.replaces.update({member: bool(message["yes"])}),
         }
         """What is called with a member, its message, and the time."""
 
@@ -132,8 +135,8 @@ class GenerationTable:
             self._advance(world, now)
 
     def _advance(self, world: ElasticWorld, now: float) -> None:
-        if world.number >= 0 or world.is_known_to_somebody:
-            world.advance(self.replaces_workers)
+        if world.has_begun:
+            world.advance(any(self.replaces.values()), now)
         else:
             world.begin(now, self._started, self._patience_s)
 

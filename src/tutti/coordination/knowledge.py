@@ -39,6 +39,8 @@ class JobKnowledge:
         """Of such a generation, after how many steps its members stop."""
         self.recalls: dict[str, int] = {}
         """The generation of each elastic world that this member is asked to describe."""
+        self.released: dict[str, int] = {}
+        """The generation of each elastic world after which this member was let go, as it wanted."""
         self._notices: dict[str, dict[str, dict[str, str]]] = {}
 
     def notices(self, scope: str, member: str) -> dict[str, str]:
@@ -80,7 +82,7 @@ class JobKnowledge:
                 self._apply_to_world(message)
 
     def _apply_to_world(self, message: Message) -> None:
-        """Take in a message about an elastic world."""
+        """Take in a message about an elastic world, or to a launcher."""
         match message["op"]:
             case "generation":
                 scope = f"{message['scope']}.{message['number']}"
@@ -96,6 +98,12 @@ class JobKnowledge:
                 self.switches[message["scope"]] = message["number"], message["steps"]
             case "recall":
                 self.recalls[message["scope"]] = message["number"]
+            case "released":
+                self.released[message["scope"]] = message["number"]
+            case "numbered":
+                self.answers[message["request"]] = (message["first"], message["minimum"], message["maximum"])
+            case "managed":
+                self.answers[message["request"]] = bool(message["done"]), message["text"]
 
     def _forget(self, scope: str) -> None:
         """All members have left a scope: nobody reads anything of it any more."""

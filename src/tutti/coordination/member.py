@@ -153,11 +153,11 @@ class Member:
             check()  # First: it may know which rank is gone.
             check_coordinator(self)
 
-        return self._request({"op": "get", "keys": keys}, timeout_s, check_all)
+        return self.request({"op": "get", "keys": keys}, timeout_s, check_all)
 
     def sync(self, timeout_s: float) -> bool:
         """Wait until the coordinator has handled all that this process sent; False after `timeout_s`."""
-        return self._request({"op": "sync"}, timeout_s, lambda: None) is not None
+        return self.request({"op": "sync"}, timeout_s, lambda: None) is not None
 
     def ask_stack(self, rank: int) -> None:
         """Have the coordinator ask a rank for its Python stack, which `table` has a moment later."""
@@ -166,9 +166,10 @@ class Member:
     def table(self, timeout_s: float = 2.0) -> list[dict[str, Any]] | None:
         """What the coordinator knows of every member; None after `timeout_s`."""
         self.outbox.post({"op": "beat", "status": self.activity.status()})  # So that its own row is of now.
-        return self._request({"op": "query"}, timeout_s, lambda: None)
+        return self.request({"op": "query"}, timeout_s, lambda: None)
 
-    def _request(self, message: Message, timeout_s: float, check: Callable[[], None]) -> Any:
+    def request(self, message: Message, timeout_s: float, check: Callable[[], None] = lambda: None) -> Any:
+        """Ask the coordinator, and return its answer; None after `timeout_s`."""
         with self._changed:
             self._num_requests += 1
             number = self._num_requests

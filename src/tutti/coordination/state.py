@@ -37,6 +37,7 @@ from tutti.coordination.elastic_world import Members
 from tutti.coordination.frames import Message, ProtocolError
 from tutti.coordination.generations import GenerationTable
 from tutti.coordination.knowledge import LEFT, is_inside
+from tutti.coordination.launchers import LauncherTable
 from tutti.coordination.liveness import MemberRecord, MemberWatch
 from tutti.coordination.notices import TERMINAL, NoticeTable
 from tutti.coordination.scopes import ScopeTable
@@ -119,6 +120,7 @@ class CoordinatorState:
             patience_s,
             now,
         )
+        self.launchers = LauncherTable(lambda member, message: self.outbox.append((member, message)))
         self._handlers: dict[str, Callable[[MemberRecord, Message, float], None]] = {
             "join": self._scopes.join,
             "set": lambda record, message, _: self._values.set(record.id, message["key"], message["value"]),
@@ -136,6 +138,8 @@ class CoordinatorState:
             "stack": lambda record, message, _: setattr(record, "stack", message["text"]),
             "bye": lambda record, _, now: self._lose(record, LEFT, now),
             **{op: _by_id(handle) for op, handle in self.generations.handlers.items()},
+            "numbers": lambda record, message, _: self.launchers.numbers(record.id, message),
+            "manage": lambda record, message, _: self.launchers.manage(record.id, message),
         }
 
     def connect(self, hello: Message, now: float) -> MemberRecord:
@@ -321,6 +325,7 @@ class CoordinatorState:
         self._values.drop_member(member)
         # To itself too, if it is connected: it then knows that it was evicted, and why. One that left may end now.
         self.outbox.append((member, {"op": "refused", "reason": f"the job goes on without it: {reason}"}))
+        self.generations.replaces.pop(member, None)
         if record.is_observer:
             return
         if not record.has_met_others:

@@ -5,9 +5,11 @@ when it has built its model (`tutti.distribute`): the others stop for it only th
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 
 from tutti.coordination.elastic_member import ElasticMember, Generation, WorldLimits
+from tutti.coordination.link import ConnectedMember
 from tutti.coordination.member import Member, confirm
 from tutti.errors import ConfigError
 from tutti.launch import mpi
@@ -91,7 +93,10 @@ class _Connections:
         me = self._member.description.id
         rank = next(rank for rank, peer in enumerate(peers) if peer.process.id == me)
         membership = Membership(rank, peers, self._member, generation.scope, NO_LIMIT)
-        membership.address = listen_address(self._environment, membership)
+        environment = self._environment
+        if isinstance(self._member, ConnectedMember):  # By the interface that faces it, others reach this host as well.
+            environment = replace(environment, address=self._member.endpoint.address)
+        membership.address = listen_address(environment, membership)
         self._membership = membership
         return _alone(self._member) if membership.size == 1 else connect(membership, self._kind)
 
@@ -100,6 +105,10 @@ class _Connections:
         if self._membership is not None:
             self._membership.leave()
             self._membership = None
+
+    def leave(self) -> None:
+        """Tell the launcher that this process ends before the training does, because it was asked to."""
+        SupervisorPipe().leaves()
 
     def leave_with(self, elastic: ElasticMember) -> Callable[[], None]:
         """Return what announces that this process takes no more part."""

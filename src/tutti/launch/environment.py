@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from tutti.cluster.hosts import LOOPBACK
 from tutti.errors import EnvironmentConflict
+from tutti.launch.control_settings import ELASTIC
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,8 @@ def _checked(
 ) -> RankEnvironment:
     """Check a launcher's numbers and add where ranks meet: MASTER_ADDR and MASTER_PORT, or what `fallback` finds."""
     rank, size, local_rank = numbers
-    if size < 1 or not 0 <= rank < size:
+    # Where workers come and go, one that is started in place of another has a number of its own.
+    if size < 1 or rank < 0 or (rank >= size and ELASTIC not in environment):
         raise EnvironmentConflict(
             f"{launcher} says this is rank {rank} of {size}; a rank is 0 or more and less than the number of ranks."
         )

@@ -8,6 +8,8 @@ from typing import Any
 
 from tutti.cluster import Duration, parse_duration
 from tutti.errors import ConfigError
+from tutti.launch.elastic_run import ElasticRun, Workers, parse_workers
+from tutti.launch.joined_run import JoinedRun
 from tutti.launch.lab.lab import Lab
 from tutti.launch.lab.placement import ProcessPlacement, here
 from tutti.launch.start import Program, modules_for
@@ -19,7 +21,7 @@ from tutti.simulation import guard
 def launch(
     function: Callable[..., Any],
     *args: Any,
-    workers: int | None = None,
+    workers: Workers = None,
     timeout: Duration | None = None,
     transport: str | None = None,
     watch: Watcher | None = None,
@@ -29,7 +31,9 @@ def launch(
 
     Args:
         function: importable by name, as for `multiprocessing`; it calls `tutti.init()` itself.
-        workers: 2 by default; in a lab, as many as it has places for, and no other number.
+        workers: 2 by default; in a lab, as many as it has places for, and no other number. A pair such as (2, 8), or
+            "2:8", is the fewest and the most: 8 are started, lost ones are replaced, and training goes on with fewer.
+            `tutti.launch.elastic_run.ElasticRun` has more options.
         timeout: how long workers wait for the others to start: seconds, "40s" or a timedelta.
         transport: as for `tutti.init`.
         watch: called with a rank and what it reported by `tutti.launch.supervisor_pipe.SupervisorPipe.progress`.
@@ -37,7 +41,10 @@ def launch(
 
     Raises `WorkerFailed` for the first worker that failed, after all others have stopped. A worker that called
     `tutti.launch.supervisor_pipe.SupervisorPipe.tolerate_loss` may fail: its result is None and the others go on.
-    If all such workers are lost, that is a failure too. In a worker that is still importing the script that called
+    If all such workers are lost, that is a failure too. Where the number of workers may change, each may fail once the
+    model is distributed, and results are by the number that the worker had: None for lost ones.
+
+    In a worker that is still importing the script that called
     `launch`, the call returns an empty list at once, so that the script needs no `if __name__ == "__main__"`.
     """
     # This process is a worker that imports the script in which this call stands.
@@ -56,27 +63,38 @@ def launch(
         environment["TUTTI_TIMEOUT"] = str(parse_duration(timeout).total_seconds())
     if transport is not None:
         environment["TUTTI_TRANSPORT"] = transport
-    return supervise(function, args, workers, environment, watch, lab).run()
+    return supervise(function, args, parse_workers(workers, "workers"), environment, watch, lab).run()
 
 
 def supervise(
     function: Callable[..., Any],
     args: tuple[Any, ...],
-    workers: int | None,
+    workers: int | ElasticRun | None,
     environment: dict[str, str],
     watch: Watcher | None = None,
     lab: Lab | None = None,
 ) -> Supervisor:
     """Make the supervisor of a launch, with variables for its workers. Its `run` starts them."""
-    return Supervisor(Program(["--function"], _pickled(function, args)), _placement(workers, lab), environment, watch)
+    program, elastic = Program(["--function"], _pickled(function, args)), _elastic(workers)
+    return Supervisor(program, _placement(workers, lab), environment, watch, elastic=elastic)
 
 
-def run_script(argv: Sequence[str], workers: int | None, environment: dict[str, str], lab: Lab | None = None) -> None:
+def run_script(
+    argv: Sequence[str],
+    workers: int | ElasticRun | None,
+    environment: dict[str, str],
+    lab: Lab | None = None,
+    *,
+    joins: JoinedRun | None = None,
+) -> None:
     """Run a script with its arguments in `workers` processes; raise `WorkerFailed` for the first that failed.
 
-    In a lab, `workers` is None or as many as it has places for.
+    Args:
+        workers: how many, or how they may come and go. In a lab, None or as many as it has places for.
+        joins: the run of another launcher, to which the workers are added.
     """
-    supervisor = Supervisor(Program(argv, modules=modules_for(argv[0])), _placement(workers, lab), environment)
+    program, placement = Program(argv, modules=modules_for(argv[0])), _placement(workers, lab, joins)
+    supervisor = Supervisor(program, placement, environment, elastic=_elastic(workers), joins=joins)
     supervisor.run()
     # The strategy may go on without a worker. Its script has failed all the same, and the exit status says so.
     if supervisor.failed_alone is not None:
@@ -88,11 +106,24 @@ def run_command(argv: Sequence[str], lab: Lab) -> None:
     Supervisor(Program(argv, is_command=True), lab.placement, {}).run()
 
 
-def _placement(workers: int | None, lab: Lab | None) -> ProcessPlacement:
+def _elastic(workers: int | ElasticRun | None) -> ElasticRun | None:
+    return workers if isinstance(workers, ElasticRun) else None
+
+
+def _placement(workers: int | ElasticRun | None, lab: Lab | None, joins: JoinedRun | None = None) -> ProcessPlacement:
     """Return where workers run: on this machine, two by default, or on the hosts of a lab, which has its own number."""
+    if joins is not None:
+        return here(joins.num_workers)
     if lab is None:
-        return here(2 if workers is None else workers)
+        return here(workers.num_started if isinstance(workers, ElasticRun) else 2 if workers is None else workers)
     places = lab.placement.num_workers
+    if isinstance(workers, ElasticRun):
+        if not workers.minimum <= places <= workers.maximum:
+            raise ConfigError(
+                f"{workers.minimum} to {workers.maximum} workers do not fit the lab '{lab.name}', on which {places} "
+                f"are started. Give limits with {places} between them."
+            )
+        return lab.placement
     if workers not in (None, places):
         raise ConfigError(
             f"{workers} workers do not fit the lab '{lab.name}': it has {lab.spec.hosts} hosts with "

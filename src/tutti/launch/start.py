@@ -185,15 +185,15 @@ class WorkerStarter:
         self._guardian: Guardian | None = None
         """Ends the children of spawned workers, should this process be killed; made with the first such worker."""
 
-    def start(self, rank: int, environment: dict[str, str], files: Sequence[int]) -> Process:
-        """Start a worker. `files`: its stdout, its stderr and its end of the supervisor pipe."""
+    def start(self, slot: int, environment: dict[str, str], files: Sequence[int]) -> Process:
+        """Start a worker in a slot. `files`: its stdout, its stderr and its end of the supervisor pipe."""
         # A new file for each worker: one that were shared would have one position, and the second would read nothing.
         payload = [] if self._program.payload is None else [file_with(self._program.payload, "tutti-function")]
         try:
             # Once the server has refused, the rest of the run is spawned: it would refuse again.
-            if self._forks and (forked := self._fork(rank, environment, [*files, *payload])) is not None:
+            if self._forks and (forked := self._fork(slot, environment, [*files, *payload])) is not None:
                 return forked
-            return self._spawn(rank, environment, files, payload)
+            return self._spawn(slot, environment, files, payload)
         finally:
             for file in payload:
                 os.close(file)
@@ -232,13 +232,13 @@ class WorkerStarter:
             self._guardian.close()
             self._guardian = None
 
-    def _fork(self, rank: int, environment: dict[str, str], files: Sequence[int]) -> ForkedProcess | None:
+    def _fork(self, slot: int, environment: dict[str, str], files: Sequence[int]) -> ForkedProcess | None:
         """Ask the fork server for a worker; None if it refuses, after a warning."""
         assert self.channel is not None
         description = {
             "arguments": list(self._program.arguments),
             "environment": environment,
-            "namespace": self._placement.namespace(rank),
+            "namespace": self._placement.namespace(slot),
         }
         try:
             return self.channel.start(description, files)
@@ -256,14 +256,14 @@ class WorkerStarter:
         )
 
     def _spawn(
-        self, rank: int, environment: dict[str, str], files: Sequence[int], payload: Sequence[int]
+        self, slot: int, environment: dict[str, str], files: Sequence[int], payload: Sequence[int]
     ) -> subprocess.Popen[bytes]:
         # The payload is passed by its number, as an argument: an inherited file keeps its number in the child.
         out, err, pipe = files
         if self._guardian is None:
             self._guardian = Guardian()
         process = subprocess.Popen(
-            [*self._placement.prefix(rank), *self._program.spawned_command(), *map(str, payload)],
+            [*self._placement.prefix(slot), *self._program.spawned_command(), *map(str, payload)],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,

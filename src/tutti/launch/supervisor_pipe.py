@@ -3,7 +3,7 @@
 How it works. Each worker has one pipe, on which it writes and the supervisor reads; nothing goes the other way. A
 message is a header (one byte for its kind, eight for its length) and a payload. The kinds: progress (JSON numbers for
 the watcher), a failure (JSON), the result of the function (pickled), whether the run tolerates the loss of this worker
-(JSON), and how long it needs to save its state when it is stopped (JSON).
+(JSON), how long it needs to save its state when it is stopped (JSON), and that it leaves the run on purpose.
 
 Only one process of a worker writes at a time; a message larger than the pipe is written in parts, while the supervisor
 reads. The supervisor never waits for a message to be complete: `Inbox.feed` keeps the part that has come. The end of
@@ -42,7 +42,7 @@ _reporter: ContextVar[Callable[[dict[str, Any]], None] | None] = ContextVar("tut
 # Little-endian, without padding: 9 bytes.
 _HEADER = struct.Struct("<cQ")
 
-_TOLERATES_LOSS, _FAILED, _PROGRESS, _RESULT, _SAVES = b"E", b"F", b"P", b"R", b"S"
+_TOLERATES_LOSS, _FAILED, _LEAVES, _PROGRESS, _RESULT, _SAVES = b"E", b"F", b"L", b"P", b"R", b"S"
 
 
 class Failure(NamedTuple):
@@ -52,6 +52,10 @@ class Failure(NamedTuple):
     traceback: str
     knock_on: bool
     """Whether it failed only because another rank did."""
+    is_mistake: bool = False
+    """Whether a worker that is started in its place would fail in the same way."""
+    ends_run: bool = False
+    """Whether all other workers end for the same reason."""
 
 
 def report_to(reporter: Callable[[dict[str, Any]], None]) -> None:
@@ -77,6 +81,10 @@ class SupervisorPipe:
     def saves_when_stopped(self, grace_s: float) -> None:
         """Announce that this worker saves its state after SIGTERM, for which it needs `grace_s` seconds at most."""
         self._send(_SAVES, json.dumps(grace_s).encode())
+
+    def leaves(self) -> None:
+        """Announce that this worker ends before the training does, because it was asked to."""
+        self._send(_LEAVES, b"")
 
     def failed(self, failure: Failure) -> None:
         """Report that this worker's code failed."""
@@ -113,6 +121,8 @@ class Inbox:
         """Whether it tolerated its loss at any time, even if it took that back."""
         self.grace_s = 0.0
         """Seconds that it gets to save its state when it is stopped."""
+        self.has_left = False
+        """Whether it ends before the training does, because it was asked to."""
         self.failure: Failure | None = None
         self.result: Any = None
 
@@ -132,6 +142,8 @@ class Inbox:
                 self.ever_tolerated_loss |= self.tolerates_loss
             elif kind == _FAILED:
                 self.failure = Failure(**json.loads(payload))
+            elif kind == _LEAVES:
+                self.has_left = True
             elif kind == _SAVES:
                 self.grace_s = json.loads(payload)
             elif kind == _PROGRESS:

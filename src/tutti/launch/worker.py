@@ -11,7 +11,7 @@ from multiprocessing import spawn
 from types import TracebackType
 from typing import Any
 
-from tutti.errors import NonFiniteLoss, RankLost
+from tutti.errors import ConfigError, NonFiniteLoss, RankLost, TooFewWorkers, TrainingEnded
 from tutti.launch.command import die_with
 from tutti.launch.supervisor_pipe import IMPORTING, PARENT, Failure, SupervisorPipe
 
@@ -40,6 +40,9 @@ def main() -> None:
         # `sys.exit` in a script is its own end: the interpreter makes the status of it, and prints its message.
         if isinstance(error, SystemExit):
             raise
+        if isinstance(error, TrainingEnded):  # It came too late to help, and nobody misses it.
+            print(f"tutti: {error}", file=sys.stderr, flush=True)
+            os._exit(0)
         pipe.failed(describe_failure(error))
         sys.stderr.flush()
         _finish_checkpoints()
@@ -100,7 +103,13 @@ def describe_failure(error: BaseException) -> Failure:
     text = "".join(traceback.format_exception(type(error), error, trace))
     # Every rank raises `NonFiniteLoss`; the ones whose own loss was finite only follow.
     knock_on = isinstance(error, RankLost) or (isinstance(error, NonFiniteLoss) and error.elsewhere)
-    return Failure(f"failed: {type(error).__name__}: {error}", text, knock_on)
+    return Failure(
+        f"failed: {type(error).__name__}: {error}",
+        text,
+        knock_on,
+        is_mistake=isinstance(error, ConfigError),
+        ends_run=isinstance(error, TooFewWorkers),
+    )
 
 
 def _without_starters(trace: TracebackType | None) -> TracebackType | None:

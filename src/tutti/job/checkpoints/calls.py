@@ -24,8 +24,8 @@ from tutti.job.checkpoints.parts import LocalParts, load_parts, named_parts
 from tutti.job.checkpoints.random_state import random_state, set_random_state
 from tutti.job.checkpoints.restored import Restored, load_model, receive
 from tutti.job.checkpoints.schedule import CheckpointSchedule
-from tutti.job.checkpoints.signals import requested
 from tutti.job.checkpoints.snapshot import take
+from tutti.job.checkpoints.stop_requests import stop_requested
 from tutti.parallel.model_on_mesh import ModelOnMesh
 from tutti.replica import HookedReplica
 from tutti.strategies import Exchange
@@ -251,15 +251,15 @@ class Checkpoints:
     def _agree(self, run: Path, request: Request, job: "Job") -> tuple[bool, int, list[Any]]:
         """Return whether a checkpoint is taken now, the signal that asks to stop, and all random states. Collective."""
         random = random_state()
-        answer: list[Any] | ConfigError = [True, requested(), random]
+        answer: list[Any] | ConfigError = [True, stop_requested(self._world), random]
         if job.is_leader:
             try:
-                answer = [self._ready(run, request), requested(), random]
+                answer = [self._ready(run, request), stop_requested(self._world), random]
             except CheckpointError as error:
                 answer = ConfigError(str(error))
                 if run in self._begun:  # The leader before this one was lost, and its process may live on.
                     _log.error("%s Training goes on.", error)
-                    answer = [False, requested(), random]
+                    answer = [False, stop_requested(self._world), random]
         # The name has the folder in it: ranks with different ones get an error that shows both.
         taken, stop, states = self._call(f"job.checkpoint('{run}')", answer, _agreed)
         if sum(state is not None for state in states) < self._world.size:

@@ -20,8 +20,8 @@ from math import inf
 from typing import Any
 
 from tutti.checkpoint.interval import Every, parse_every
-from tutti.job.checkpoints.signals import requested
 from tutti.job.checkpoints.snapshot import Call
+from tutti.job.checkpoints.stop_requests import stop_requested
 from tutti.world import World
 
 _COMPARE_S = 1.0
@@ -55,7 +55,7 @@ class CheckpointSchedule:
         # Under other strategies ranks that train by steps need no comparison.
         compares = self._synchronous or self._period_s is not None
         # A rank that is asked to stop compares at once: others may be in that call already, and in no other.
-        asked = not self._synchronous and bool(requested())
+        asked = not self._synchronous and bool(stop_requested(self._world))
         if not compares:
             return by_steps or asked
         if self._num_calls < self._next_call and not asked:
@@ -74,7 +74,7 @@ class CheckpointSchedule:
             "age_s": now_s - self._since_s,
             "call_s": (now_s - self._compared_s) / self._num_calls,
             "calls": self._num_calls,
-            "stop": bool(requested()),
+            "stop": bool(stop_requested(self._world)),
         }
         self._compared_s, self._num_calls = now_s, 0
         name = f"job.checkpoint(every={self._every!r})"

@@ -44,6 +44,7 @@ def survive_losses(job: Job) -> ElasticJob:
     elastic.regrouping = made
     replica.survives, replica.on_void = True, made.step_is_void
     job._exchange.on_exchange = made.on_exchange
+    job._checkpoints._watch()  # A rank that is asked to stop leaves, also where no checkpoints are written.
     # Who comes later compares it with its own. All ranks propose the same.
     own = _signature(job.model, replica.optimizer, job.strategy)
     elastic.member.member.propose(_signature_key(world), json.dumps(own))

@@ -17,6 +17,9 @@ something take over the state of one that does not (`transfer`). 5. The position
 committed, and every rank gets its share of the rest. 6. The strategy is attached anew, and continues from its state. A
 loss in steps 3 to 6 starts again at 2: nothing was lost by then, because states are changed only by what is complete.
 
+*Leaving.* A rank that is asked to stop (SIGTERM) has the generation end at a common place, and enters the next one with
+"leaving". If others stay, it is let go and ends; nothing is void. If all leave, they save the state and end.
+
 *Who misses something.* Ranks count what they complete together (`_progress`): steps of all ranks, ends of blocks,
 collective calls. A rank can be behind others if a loss ended its wait and not theirs. Nobody can be ahead of a rank by
 more than what it has contributed to, so the state of the one that is furthest has everything. A rank that was behind in
@@ -33,7 +36,7 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
 import torch
@@ -43,6 +46,7 @@ from tutti.coordination.elastic_member import Generation
 from tutti.data.sharded_data import ShardedData
 from tutti.errors import ConfigError, RankLost, TooFewWorkers
 from tutti.job.attach import attach_again
+from tutti.job.checkpoints.signals import requested
 from tutti.job.elastic.positions import positions, with_losses
 from tutti.job.elastic.transfer import share_state
 from tutti.job.metrics import Changes
@@ -94,6 +98,8 @@ class ElasticJob:
                 counts.commit_void_steps()
             if counts.num_committed < counts.num_batches:
                 return  # Gradients of several batches accumulate, or one was drawn and not trained on.
+            if requested():
+                self._elastic.member.leave()
             lost = self._elastic.member.lost() and not job._exchange.tolerates_loss
             if not lost and not self._elastic.member.stops_here():
                 return
@@ -171,7 +177,8 @@ class ElasticJob:
             self._elastic.connections.disconnect()
             old, new = self._elastic.member.generation, self._elastic.member.enter(info)
             assert old is not None
-            assert new is not None
+            if new is None:
+                self._leave(alone=True)
             try:
                 self._go_on(old, new)
                 break
@@ -186,6 +193,8 @@ class ElasticJob:
         )
         for call in self.on_change:
             call(self._world)
+        if self._elastic.member.all_leave:
+            self._leave(alone=False)
         if new.too_few:
             self._stop(new)
 
@@ -229,6 +238,7 @@ class ElasticJob:
         state, equal = self._state_of_strategy, self._the_job._exchange.equal_after_steps
         return {
             "progress": self._progress,
+            "leaving": int(bool(requested())),
             "digest": _digest(state),
             "positions": [list(data.position) for data in self._data],
             "agreed": [list(data.position if equal else data.agreed_position) for data in self._data],
@@ -325,6 +335,15 @@ class ElasticJob:
                 again = self._elastic.member.enter(info)
                 assert again is not None
                 new = again
+
+    def _leave(self, *, alone: bool) -> NoReturn:
+        """End this process, which was asked to stop. If all ranks were, save the state first, which is collective."""
+        self._elastic.connections.leave()
+        if alone:
+            self._the_job._release()
+            raise SystemExit(0)
+        self._the_job._checkpoints.save_last()  # Ends the process as well, if checkpoints are written.
+        raise SystemExit(128 + requested())
 
     def _stop(self, generation: Generation) -> None:
         """Save the state and end: too few workers are left."""

@@ -39,25 +39,31 @@ class ProcessPlacement:
     def num_workers(self) -> int:
         return len(self.hosts) * self.ranks_per_host
 
-    def namespace(self, rank: int) -> str | None:
-        """The network namespace of `rank`'s host; None on this machine itself."""
-        return self._host(rank).namespace
+    def namespace(self, slot: int) -> str | None:
+        """The network namespace of a slot's host; None on this machine itself."""
+        return self._host_of(slot)[0].namespace
 
-    def prefix(self, rank: int) -> list[str]:
-        """What goes before a command to run it on the host of `rank`."""
-        namespace = self.namespace(rank)
+    def prefix(self, slot: int) -> list[str]:
+        """What goes before a command to run it on the host of a slot."""
+        namespace = self.namespace(slot)
         return [] if namespace is None else namespaces.prefix(namespace)
 
-    def environment(self, rank: int) -> dict[str, str]:
-        """Environment variables that tell `rank` which rank it is, under torchrun's names."""
-        name = self._host(rank).name
+    def environment(self, slot: int, rank: int | None = None) -> dict[str, str]:
+        """Environment variables that tell a worker which rank it is, under torchrun's names.
+
+        Args:
+            slot: its place. The first `num_workers` fill one host after the other; further ones are added in turn.
+            rank: its number, if that is another one than the slot's.
+        """
+        host, local_rank = self._host_of(slot)
+        name = host.name
         return {
             **self.variables,
             **({} if name is None else {HOST: name}),
-            "RANK": str(rank),
+            "RANK": str(slot if rank is None else rank),
             "WORLD_SIZE": str(self.num_workers),
             # Ranks fill one host after the other, as torchrun numbers them.
-            "LOCAL_RANK": str(rank % self.ranks_per_host),
+            "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(self.ranks_per_host),
             "MASTER_ADDR": self.address,
         }
@@ -68,8 +74,12 @@ class ProcessPlacement:
             return _listener(self.address)
         return namespaces.inside(self.store_host.namespace, lambda: _listener(self.address))
 
-    def _host(self, rank: int) -> PlacementHost:
-        return self.hosts[rank // self.ranks_per_host]
+    def _host_of(self, slot: int) -> tuple[PlacementHost, int]:
+        """Return the host of a slot, and the slot's number there."""
+        if slot < self.num_workers:
+            return self.hosts[slot // self.ranks_per_host], slot % self.ranks_per_host
+        turn, host = divmod(slot - self.num_workers, len(self.hosts))
+        return self.hosts[host], self.ranks_per_host + turn
 
 
 def here(workers: int) -> ProcessPlacement:

@@ -1,0 +1,60 @@
+"""`RunTargets`: the workers and hosts of a run, as chaos reaches them."""
+
+import signal
+from typing import Protocol
+
+from tutti.launch.lab import namespaces
+from tutti.launch.lab.placement import ProcessPlacement
+from tutti.launch.supervised_worker import SupervisedWorker, signal_group
+
+
+class ChangeableWorkers(Protocol):
+    """The workers of a run, which may come and go."""
+
+    def running(self) -> list[SupervisedWorker]:
+        """Return the workers that run."""
+        ...
+
+    def can_end_one(self) -> bool:
+        """Whether a worker may be ended without ending the run."""
+        ...
+
+    def add(self, count: int) -> tuple[bool, str]:
+        """Start more workers; return whether that is possible, and what came of it."""
+        ...
+
+
+class RunTargets:
+    """`ChaosTargets` of a run."""
+
+    def __init__(self, workers: ChangeableWorkers, placement: ProcessPlacement) -> None:
+        self._workers, self._placement = workers, placement
+
+    def slots(self) -> list[int]:
+        """Return the places in which a worker runs."""
+        return sorted(worker.slot for worker in self._workers.running())
+
+    def can_end(self) -> bool:
+        """Whether a worker may be ended without ending the run."""
+        return self._workers.can_end_one()
+
+    def signal(self, slot: int, sign: signal.Signals) -> None:
+        """Send a signal to the worker in a place, and to all that it has started."""
+        for worker in self._there(slot):
+            signal_group(worker.process.pid, sign)
+
+    def add(self) -> str:
+        """Start a worker more; return what came of it."""
+        return self._workers.add(1)[1]
+
+    def leave(self, slot: int) -> None:
+        """Ask the worker in a place to leave."""
+        for worker in self._there(slot):
+            worker.ask_to_leave()
+
+    def link(self, host: int, *, up: bool) -> None:
+        """Put the link of a lab's host up or down."""
+        namespaces.batch("ip", [f"link set eth0 {'up' if up else 'down'}"], self._placement.hosts[host].namespace)
+
+    def _there(self, slot: int) -> list[SupervisedWorker]:
+        return [worker for worker in self._workers.running() if worker.slot == slot]
