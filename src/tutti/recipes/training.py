@@ -141,8 +141,7 @@ def train(config: TrainingConfig) -> TrainingResult:
         checkpoints.end()
         # Read before the job ends, whose clean-up sends messages of its own.
         metrics, synchronous, is_leader = job.metrics, job.strategy.synchronous, job.is_leader
-    # 3. The final accuracy.
-    if not synchronous and is_leader:  # Leaving the job brought the parameters of all ranks together.
+    if not synchronous and is_leader:  # 3. The final accuracy. Leaving the job has made all parameters the same.
         accuracy = evaluation.accuracy()
         reports.evaluation(loss, accuracy)
     return TrainingResult(

@@ -11,7 +11,7 @@ in every step; `consensus` and `restore_local` around evaluation and saving; `fi
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 
@@ -25,17 +25,6 @@ from tutti.strategies.compatibility import ADDED_SUMS, COMMON, OWN_SUMS, WORKS, 
 from tutti.strategies.rates import SAME_RATE, LearningRateRule
 from tutti.strategies.resumable import Resumable
 from tutti.transports import Transport
-
-
-class KnownSteps(NamedTuple):
-    """How many steps of a rank are in the model with which the others go on without it."""
-
-    complete: int
-    """Steps that are in it as a whole."""
-    begun: int
-    """Steps of which a part may be in it: those that are not complete are in it in part, or lost."""
-    is_estimate: bool = False
-    """Whether this counts only if nobody knows more."""
 
 
 class Exchange(Resumable):
@@ -52,6 +41,11 @@ class Exchange(Resumable):
     cost: Callable[[Profile, Placement], CommunicationCost] | None = None
     """Replaces `Strategy.cost` in a running job, for an exchange that decided something in its first steps and keeps to
     it; None if the strategy's own formula holds."""
+
+    num_cut_short: int = 0
+    """Number of steps of a part of the model that a lost rank had begun, and that count as taken."""
+    leaves_without_data: bool = False
+    """Whether others wait for updates of a rank that has taken its last step, unless it leaves."""
 
     def __init__(self, replica: Replica, transport: Transport) -> None:
         self.replica = replica
@@ -128,8 +122,15 @@ class Exchange(Resumable):
     @contextmanager
     def out_of_data(self) -> Iterator[None]:
         """Around the wait of a rank that has taken its last step, and may get more to do if another one is lost."""
-        with self.waiting():
+        if not self.leaves_without_data:
+            with self.waiting():
+                yield
+            return
+        self.leave()
+        try:
             yield
+        finally:
+            self.join()
 
     @property
     def tolerates_loss(self) -> bool:
@@ -144,19 +145,6 @@ class Exchange(Resumable):
     @property
     def num_lost(self) -> int:
         """Number of ranks without which this one goes on."""
-        return 0
-
-    def steps_of(self, rank: int) -> KnownSteps | None:
-        """Return how many steps of another rank are in the model, since this exchange was made; None if none of them.
-
-        Where the others go on without a lost rank, its samples are used up to there. All living ranks may know another
-        number, of which the highest counts: no sample is used twice.
-        """
-        return None
-
-    @property
-    def num_cut_short(self) -> int:
-        """Number of steps of a part of the model that a lost rank had begun, and that count as taken."""
         return 0
 
     def leave(self) -> None:

@@ -1,12 +1,23 @@
 """`Resumable`: the part of an exchange that saves its state, and continues from a saved one."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tutti.replica import Replica
 from tutti.transports import Transport
+
+
+class KnownSteps(NamedTuple):
+    """How many steps of a rank are in the model with which the others go on without it."""
+
+    complete: int
+    """Steps that are in it as a whole."""
+    begun: int
+    """Steps of which a part may be in it: those that are not complete are in it in part, or lost."""
+    is_estimate: bool = False
+    """Whether this counts only if nobody knows more."""
 
 
 class Resumable:
@@ -34,6 +45,14 @@ class Resumable:
         The default is right where `state_dict` asks no other rank.
         """
         return self.state_dict()
+
+    def steps_of(self, rank: int) -> KnownSteps | None:
+        """Return how many steps of another rank are in the model, since this exchange was made; None if none of them.
+
+        Where the others go on without a lost rank, its samples are used up to there. All living ranks may know another
+        number, of which the highest counts: no sample is used twice.
+        """
+        return None
 
     def load_state_dict(self, state: dict[str, Any]) -> set[str]:
         """Resume from the parts of `state` that this strategy has, and return the names of the others. Collective.

@@ -1,4 +1,4 @@
-"""Where the ranks of a generation were in the data when it ended, those that are lost included.
+"""Positions in the data of all ranks of a generation that has ended, those that are lost included.
 
 How it works
 ------------
@@ -17,7 +17,7 @@ from typing import Any
 from tutti.coordination.elastic_member import Generation
 from tutti.data.sharded_data import ShardedData
 from tutti.job.metrics import Changes
-from tutti.strategies.base import KnownSteps
+from tutti.strategies.resumable import KnownSteps
 
 
 def positions(data: ShardedData, old: Generation, new: Generation, source: int, number: int) -> list[list[int]]:

@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from tutti.replica import Replica
-from tutti.strategies.base import KnownSteps
 from tutti.strategies.decentralised.averaging_rounds import AveragingRounds, RoundPurpose, RoundResult
 from tutti.strategies.decentralised.flat_model import FlatModel
 from tutti.strategies.decentralised.packets import UpdatePackets
 from tutti.strategies.decentralised.peer_group import PeerGroup
 from tutti.strategies.decentralised.wire import PeerMessageHeader
+from tutti.strategies.resumable import KnownSteps
 from tutti.transports.base import Operation
 
 
@@ -54,6 +54,8 @@ class PeerAlgorithm(ABC):
     def __init__(self, context: PeerContext) -> None:
         self._context = context
         self._model, self._group, self._rounds = context.model, context.group, context.rounds
+        self.known_steps: dict[int, KnownSteps] = {}
+        """By rank: how many of its steps, since this was made, are in the values of this rank."""
 
     def start(self) -> None:
         """Send what peers expect before the first step."""
@@ -67,10 +69,6 @@ class PeerAlgorithm(ABC):
     @abstractmethod
     def exchange_step(self) -> None:
         """Exchange what the optimiser's step has changed, and load the result into the model."""
-
-    @abstractmethod
-    def steps_of(self, rank: int) -> KnownSteps | None:
-        """Return how many steps of another rank are in this rank's values, since it was made; None if none."""
 
     def add_change(self, change: Tensor) -> None:
         """Add what the user has changed since the last step; the next step adds it otherwise."""

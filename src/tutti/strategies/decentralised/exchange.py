@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tutti.events import EXCHANGE, PULL, Event
 from tutti.replica import Replica
-from tutti.strategies.base import Exchange, KnownSteps
+from tutti.strategies.base import Exchange
 from tutti.strategies.compatibility import ADDED_CHANGES
 from tutti.strategies.decentralised.algorithm import PeerAlgorithm, PeerContext
 from tutti.strategies.decentralised.averaging_rounds import AveragingRounds, RoundPurpose, RoundResult
@@ -90,9 +90,6 @@ class PeerExchange(SavedReplica, Exchange):
     @property
     def num_lost(self) -> int:
         return self.context.group.num_lost
-
-    def steps_of(self, rank: int) -> KnownSteps | None:
-        return self.algorithm.steps_of(rank)
 
     # Training
 

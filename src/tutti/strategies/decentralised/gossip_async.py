@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 
 from tutti.errors import PacketError
-from tutti.strategies.base import KnownSteps
 from tutti.strategies.decentralised.algorithm import PeerAlgorithm, PeerContext
 from tutti.strategies.decentralised.cost import MOST_STEPS
 from tutti.strategies.decentralised.graphs import topology_for
 from tutti.strategies.decentralised.routing import undirected
 from tutti.strategies.decentralised.wire import PeerMessageHeader, PeerMessageKind
+from tutti.strategies.resumable import KnownSteps
 from tutti.transports.base import Operation
 
 if TYPE_CHECKING:
@@ -53,8 +53,6 @@ class AsyncGossip(PeerAlgorithm):
         self._num_steps = 0
         self._first_step = 0
         """The clock at which this run, or part of a run, has begun."""
-        self._mixed: dict[int, int] = {}
-        """By rank: its steps in the last of its values that were averaged with these."""
         self._requested_at = 0
         """Number of steps at the last request."""
         # Another sequence on every rank: which neighbour is asked need not be agreed on.
@@ -66,10 +64,6 @@ class AsyncGossip(PeerAlgorithm):
 
     def metrics(self) -> dict[str, Any]:
         return {"spectral_gap": self.topology.over(sorted(self._group.alive)).spectral_gap}
-
-    def steps_of(self, rank: int) -> KnownSteps | None:
-        # Half of them reaches the others from here.
-        return KnownSteps(self._mixed[rank], self._mixed[rank]) if rank in self._mixed else None
 
     def exchange_step(self) -> None:
         self._context.wait(self._add_step(self._model.change_since(self._context.base)))
@@ -136,13 +130,13 @@ class AsyncGossip(PeerAlgorithm):
         elif header.kind == PeerMessageKind.PAIR_REQUEST:
             assert payload is not None
             self._move_half_way(payload)  # The payload now holds the change: it is sent back without a copy.
-            self._mixed[peer] = header.steps
+            self.known_steps[peer] = KnownSteps(header.steps, header.steps)
             self._group.send(peer, self._header(PeerMessageKind.PAIR_REPLY, payload), payload)
         # Any other reply was not asked for, and is ignored.
         elif peer == self._requested:
             if payload is not None:
                 self._add(payload, -1.0)
-                self._mixed[peer] = header.steps
+                self.known_steps[peer] = KnownSteps(header.steps, header.steps)
             self._requested = None
 
     @torch.no_grad()

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from tutti.errors import PacketError
-from tutti.strategies.base import KnownSteps
 from tutti.strategies.decentralised.algorithm import PeerAlgorithm, PeerContext
 from tutti.strategies.decentralised.averaging_rounds import RoundPurpose, RoundResult
 from tutti.strategies.decentralised.graphs import Graph, ring, topology_for
 from tutti.strategies.decentralised.wire import PeerMessageHeader, PeerMessageKind
+from tutti.strategies.resumable import KnownSteps
 from tutti.transports.base import Operation
 
 if TYPE_CHECKING:
@@ -56,8 +56,6 @@ class SyncGossip(PeerAlgorithm):
         self._received: dict[tuple[int, int, int], tuple[Tensor | None, float, int]] = {}
         """Values and weights of neighbours, and the number of steps in them, by round, clock and rank."""
         self._num_steps = 0
-        self._mixed: dict[int, int] = {}
-        """By rank: its steps in the last of its values that were mixed."""
 
     def start(self) -> None:
         # The first mix needs the initial values of all neighbours.
@@ -69,10 +67,6 @@ class SyncGossip(PeerAlgorithm):
 
     def metrics(self) -> dict[str, Any]:
         return {"spectral_gap": self.topology.spectral_gap}
-
-    def steps_of(self, rank: int) -> KnownSteps | None:
-        # Steps in values that were mixed are in this rank's values in part, and reach the others from here.
-        return KnownSteps(self._mixed[rank], self._mixed[rank]) if rank in self._mixed else None
 
     def exchange_step(self) -> None:
         self._context.wait(self._mix(self._model.change_since(self._context.base)))
@@ -115,7 +109,9 @@ class SyncGossip(PeerAlgorithm):
         local_factor += sum(factor for peer, factor in factors.items() if received[peer] is None)
         mixed = [(factors[peer], *message[:2]) for peer, message in received.items() if message is not None]
         self._combine(local_factor, mixed, change)
-        self._mixed |= {peer: message[2] for peer, message in received.items() if message is not None}
+        self.known_steps |= {
+            peer: KnownSteps(message[2], message[2]) for peer, message in received.items() if message is not None
+        }
         self._step, self._num_steps = self._step + 1, self._num_steps + 1
         self._forget_old()  # Values of this clock are mixed; late ones of absent neighbours are of no use any more.
         self._rounds.send_keep_alives()

@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from tutti.errors import PacketError
-from tutti.strategies.base import KnownSteps
 from tutti.strategies.decentralised.algorithm import PeerAlgorithm, PeerContext
 from tutti.strategies.decentralised.averaging_rounds import RoundResult
 from tutti.strategies.decentralised.packets import UpdatePackets
 from tutti.strategies.decentralised.routing import UpdateRoutes
 from tutti.strategies.decentralised.update_queues import SentUpdates, UpdateInbox
 from tutti.strategies.decentralised.wire import PeerMessageHeader, PeerMessageKind
+from tutti.strategies.resumable import KnownSteps
 from tutti.transports.base import Operation
 
 if TYPE_CHECKING:
@@ -65,9 +65,6 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
     def metrics(self) -> dict[str, Any]:
         """`staleness[k]` counts this rank's updates that were computed while k updates of other ranks arrived."""
         return {"staleness": dict(sorted(self._staleness.items()))}
-
-    def steps_of(self, rank: int) -> KnownSteps:
-        return KnownSteps(self._inbox.num_applied(rank), self._inbox.last_applied(rank))
 
     # Steps
 
@@ -144,6 +141,7 @@ class PeerUpdatesAlgorithm(PeerAlgorithm):
     def _apply_all(self) -> None:
         """Apply every queued update, and acknowledge to each origin when enough of its updates are applied."""
         self._inbox.apply_all(self._apply)
+        self.known_steps = {rank: KnownSteps(*numbers) for rank, numbers in self._inbox.applied.items()}
         for origin in self._inbox.unacknowledged(at_least=max(1, self._inbox_size // 2)):
             self._acknowledge(origin)
 

@@ -8,7 +8,7 @@ from tutti.codecs import Codec
 from tutti.strategies.compressed_state import CodecMemory, FlatStates, owed
 from tutti.strategies.decentralised.algorithm import PeerAlgorithm, PeerContext
 from tutti.strategies.decentralised.averaging_rounds import RoundPurpose, RoundResult
-from tutti.strategies.resumable import Resumable
+from tutti.strategies.resumable import KnownSteps, Resumable
 from tutti.strategies.saved_state import (
     PerRank,
     load_optimizer_states,
@@ -60,6 +60,9 @@ class SavedReplica(Resumable):
             memory = CodecMemory.collect(packets.codec_states)
             state["update_residuals"] = memory.state_dict(packets.codec, share=1.0)
         return state
+
+    def steps_of(self, rank: int) -> KnownSteps | None:
+        return self.algorithm.known_steps.get(rank)
 
     def load_state_dict(self, state: dict[str, Any]) -> set[str]:
         """Continue from the model as it is here, or each rank from its own, where as many ranks were saved."""

@@ -64,9 +64,10 @@ class UpdateInbox:
         """Return the number up to which all updates of a rank are applied."""
         return self._applied[origin]
 
-    def last_applied(self, origin: int) -> int:
-        """Return the highest number of a rank's updates that are applied."""
-        return self._last_applied[origin]
+    @property
+    def applied(self) -> dict[int, tuple[int, int]]:
+        """By origin: the number up to which all updates are applied, and the highest number that is."""
+        return {origin: (number, self._last_applied[origin]) for origin, number in self._applied.items()}
 
     def unacknowledged(self, at_least: int) -> list[int]:
         """Return the ranks of which this many updates or more are applied, but not acknowledged."""

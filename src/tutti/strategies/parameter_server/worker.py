@@ -23,8 +23,7 @@ A subclass decides how to push and how long a pull may be outstanding, by the st
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import partial
 from math import isnan, sqrt
 from typing import TYPE_CHECKING, Any
@@ -60,6 +59,8 @@ class ParameterServerWorker(ServedModel, Exchange):
         super().__init__(replica, transport)
         self._strategy, self._consistency = strategy, strategy.consistency
         self._rank = transport.rank
+        # Under a quorum they wait for as many updates as there are members.
+        self.leaves_without_data = strategy.consistency.bound is None and strategy.consistency.quorum > 1
         self._weight = 1.0
         """Samples in the current batch, or `ADD_UP`."""
         self._num_backwards = 0
@@ -195,17 +196,6 @@ class ParameterServerWorker(ServedModel, Exchange):
         """Parameters are about to be loaded outside of a step: refuse what the user changed, unless it is `taken`."""
         if self._user_changes is not None and not (taken and self._user_changes.changed()):
             self._user_changes.check()
-
-    @contextmanager
-    def out_of_data(self) -> Iterator[None]:
-        if self._consistency.bound is not None or self._consistency.quorum == 1:
-            yield  # Nobody waits for more updates than this rank has pushed.
-            return
-        self.leave()
-        try:
-            yield
-        finally:
-            self.join()
 
     def restore_local(self) -> None:
         if self._user_state is not None:

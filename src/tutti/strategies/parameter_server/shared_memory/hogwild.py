@@ -14,7 +14,7 @@ under one lock; once all state exists, as tensors, no step takes the lock. Runni
 worker adds what its forward passes have changed since it last read them.
 
 Waits: there are none in training, except for the lock in the first steps. A lock that a lost worker holds is freed by
-the workers that wait for it (`_release_lock_of`). Barriers are those of `WorkerRegistry`, and end when all living
+the workers that wait for it (`_release_lost`). Barriers are those of `WorkerRegistry`, and end when all living
 workers are there.
 
 Versions: one counter, which every worker advances by 1 before its step. The staleness of an update is the number of
@@ -34,7 +34,7 @@ from tutti.errors import NonFiniteLoss
 from tutti.events import APPLY, EXCHANGE, PULL, READ, Event
 from tutti.replica import HookedReplica
 from tutti.replica.buckets import Slot, like
-from tutti.strategies.base import Exchange, KnownSteps
+from tutti.strategies.base import Exchange
 from tutti.strategies.parameter_server.saved_state import ServedModel
 from tutti.strategies.parameter_server.shard_optimizer import clip_factor, reject_closure
 from tutti.strategies.parameter_server.shared_memory.counters import CounterLayout
@@ -47,6 +47,7 @@ from tutti.strategies.parameter_server.shared_memory.worker_registry import (
 )
 from tutti.strategies.parameter_server.support import SUPPORT
 from tutti.strategies.parameter_server.worker import refuse_optimizer_load
+from tutti.strategies.resumable import KnownSteps
 from tutti.strategies.saved_state import PerRank, own_buffers
 from tutti.strategies.user_changes import UserChanges
 
@@ -85,7 +86,7 @@ class HogwildWorker(ServedModel, Exchange):
             self._flags,
             clock=lambda worker: int(self._flags.counters[self._clock_counters[worker]]),
             progress=lambda: self._flags.value(self._version_counter),
-            on_loss=self._release_lock_of,
+            on_loss=lambda worker: _release_lost(self._registry, self._lock, worker),
         )
         # Parameters and statistics, each in shared memory and in this worker's own.
         self._parameters = [slot.tensor for slot in replica.slots]
@@ -122,9 +123,6 @@ class HogwildWorker(ServedModel, Exchange):
         remedy = SUPPORT["changed parameters"].text
         self._user_changes = UserChanges(replica, transport.world_rank, remedy)
         replica.listen(self, to="samples")
-
-    def _release_lock_of(self, worker: int) -> None:
-        self._registry.release_lost(self._lock, worker)
 
     def _slot_states(self) -> list[dict[str, Any]]:
         """Return the dictionaries that the optimiser keeps for the parameters."""
@@ -334,6 +332,10 @@ class HogwildWorker(ServedModel, Exchange):
 
         self._registry.barrier(load_and_read)
         return set(state) - {"optimizer", "buffers"}
+
+
+def _release_lost(registry: WorkerRegistry, lock: int, worker: int) -> None:
+    registry.release_lost(lock, worker)
 
 
 def _cloned(state: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import torch
 
 from tutti.replica import Bucket, Replica
 from tutti.replica.buckets import Slot
-from tutti.strategies.base import KnownSteps
 from tutti.strategies.parameter_server.optimizer_options import OptimizerOptions
 from tutti.strategies.parameter_server.shard_optimizer import merge_segment_states
 from tutti.strategies.parameter_server.shared_memory.context import (
@@ -33,6 +32,7 @@ from tutti.strategies.parameter_server.shared_memory.worker_registry import (
     WorkerRegistry,
 )
 from tutti.strategies.parameter_server.worker import ParameterServerWorker
+from tutti.strategies.resumable import KnownSteps
 from tutti.strategies.saved_state import PerRank, own_buffers
 from tutti.strategies.user_changes import record_loaded
 
@@ -132,7 +132,7 @@ class SharedMemoryWorker(ParameterServerWorker):
         return KnownSteps(int(pushed.min()), int(pushed.max()))
 
     @property
-    def num_cut_short(self) -> int:
+    def num_cut_short(self) -> int:  # type: ignore[override]
         return self._context.counters.flags.value(self._context.counters.num_cut_short)
 
     def _push(self, bucket: Bucket, norm: float) -> None:

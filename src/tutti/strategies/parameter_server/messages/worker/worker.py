@@ -7,7 +7,6 @@ from tutti.errors import RankLost
 from tutti.events import PULL, Event
 from tutti.replica import Bucket, Replica
 from tutti.replica.buckets import Slot
-from tutti.strategies.base import KnownSteps
 from tutti.strategies.parameter_server.messages.group import join_group
 from tutti.strategies.parameter_server.messages.wire import RequestKind
 from tutti.strategies.parameter_server.messages.worker.context import WorkerContext
@@ -16,6 +15,7 @@ from tutti.strategies.parameter_server.messages.worker.pusher import ShardPusher
 from tutti.strategies.parameter_server.messages.worker.requests import RequestSender
 from tutti.strategies.parameter_server.messages.worker.saved_state import SavedShards
 from tutti.strategies.parameter_server.messages.worker.shard import WorkerShard, make_worker_shard
+from tutti.strategies.resumable import KnownSteps
 from tutti.strategies.user_changes import record_loaded
 from tutti.transports import Transport, Work
 from tutti.transports.base import Operation
