@@ -92,7 +92,7 @@ REFUSED = {
     "known strategies": (["run", "--strategy", "zzz", TELL], r"unknown strategy 'zzz'\. Known: .*native"),
     "no workers": (["run", "--workers", "0", TELL], r"workers must be 1 or more, got 0|'--workers'"),
     "fewer than no workers": (["run", "--workers", "-1", TELL], r"workers must be 1 or more, got -1|'--workers'"),
-    "workers not a number": (["run", "--workers", "two", TELL], r"Invalid value for '--workers'"),
+    "workers not a number": (["run", "--workers", "two", TELL], r"--workers must be a number of workers, or MIN:MAX"),
     "unknown recipe": (["train", "digit"], r"unknown recipe 'digit'\. Did you mean 'digits'\? Known: .*mnist-mlp"),
     "unknown strategy to train with": (["train", "digits", "--strategy", "zzz"], r"unknown strategy 'zzz'\. Known: "),
     "no workers to train with": (["train", "digits", "--workers", "0"], r"workers must be 1 or more|'--workers'"),

@@ -163,6 +163,18 @@ def test_if_all_leave_they_save_the_state(tmp_path: Path) -> None:
     assert newest_complete(tmp_path) is not None
 
 
+def first_ones_die(rank: Rank) -> None:
+    if rank.number < 3:
+        die(rank)
+
+
+def test_after_the_loss_of_all_workers_the_training_begins_anew(undisturbed: list[float]) -> None:
+    results = tutti.launch(train, nothing, first_ones_die, workers=(3, 3))
+    assert [each is None for each in results[:3]] == [True, True, True]
+    assert any(results[3:])
+    assert_same(results, undisturbed)
+
+
 def two_die(rank: Rank) -> None:
     if rank.number > 0:
         die(rank)
