@@ -63,10 +63,6 @@ class GenerationTable:
         }
         """What is called with a member, its message, and the time."""
 
-    def number_of(self, member: str) -> int | None:
-        """Return the number of the generation that a member is in; None if it is in none."""
-        return next((world.number for world in self._worlds.values() if member in world.members), None)
-
     # Messages of members
 
     def enter(self, member: str, message: Message, now: float) -> None:
