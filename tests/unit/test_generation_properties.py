@@ -252,7 +252,11 @@ class Run:
         assert generation is not None
         before = {each.description.id for each in generation.members if each.after >= 0}
         # New members that alone have heard of their generation took no step with those for whom they came.
-        is_alone = generation.number > 0 and process.id not in before and not (before - self.departed) & self.taken[process.key]
+        is_alone = (
+            generation.number > 0
+            and process.id not in before
+            and not (before - self.departed) & self.taken[process.key]
+        )
         return is_alone or process.id in self.ever_lost
 
     def _is_known(self, number: int, but: Process) -> bool:
