@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tutti.coordination import LocalCoordinator, MemberDescription
-from tutti.coordination.activity import MOST_RANKS, Activity
-from tutti.coordination.diagnosis import deadlocked
+from tutti.coordination.activity import MEMBERSHIP_ACTION, MOST_RANKS, Activity
+from tutti.coordination.diagnosis import deadlocked, diagnose
 from tutti.transports.membership import Membership, Peer, waiting_for
 
 PATIENCE_S = 10.0
@@ -51,6 +51,26 @@ def test_a_wait_for_nobody_is_none() -> None:
 def test_ranks_that_wait_inside_of_a_library_may_move_data() -> None:
     assert found(row(0, [1], observed=False), row(1, [0], observed=False)) == []
     assert found(row(0, [1]), row(1, [0, 2], observed=False), row(2, [0, 1], observed=False)) == [0, 1, 2]
+
+
+def enters(rank: int, *others: int) -> dict[str, Any]:
+    """A rank that waits for the next generation of an elastic run."""
+    waits = row(rank, list(others), any_of=True, observed=False)
+    waits["status"]["waits"][0]["action"] = MEMBERSHIP_ACTION
+    return waits
+
+
+def test_ranks_that_wait_for_the_next_generation_are_neither_stuck_nor_the_cause() -> None:
+    rows = [enters(0, 1, 2), enters(1, 0, 2), row(2, [0])]
+    assert found(*rows) == []
+    assert found(enters(0, 1), row(1, [0])) == []
+    assert diagnose([enters(0, 1), row(1, [0])]) == []
+    # A rank that has not come, because it computes, is.
+    computes = {**row(2, None), "host": "here"}
+    [cause] = diagnose([enters(0, 1, 2), enters(1, 0, 2), computes])
+    assert (cause.rank, cause.waiting) == (2, (0, 1))
+    # A new worker waits for nobody in particular.
+    assert diagnose([enters(3), computes]) == []
 
 
 def membership(rank: int, numbers: list[int], processes: list[int]) -> Membership:

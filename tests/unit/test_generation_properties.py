@@ -4,6 +4,7 @@ The coordinator's state and the members are the real ones. Of their threads one 
 waits: so the order of all that happens is drawn, and an example that fails is repeated exactly.
 """
 
+import random
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from datetime import timedelta
 from itertools import count
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -215,6 +217,8 @@ class Run:
         self.away: dict[Key, set[str]] = {}
         """By generation: members that have ended their part in it."""
         self.stops: dict[Key, dict[str, int]] = {}
+        self.taken: dict[Key, set[str]] = {}
+        """By generation: members that have heard of it."""
         self.ever_lost: set[str] = set()
         """And those that were stopped before they could connect to a new coordinator: it may never hear of them."""
         self.departed: set[str] = set()
@@ -231,6 +235,7 @@ class Run:
             self.generations[number] = ids
         assert self.generations[number] == ids, "two generations have one number"
         assert process.id in ids
+        self.taken.setdefault(process.key, set()).add(process.id)
         assert number > before
         assert not lost & set(ids), "a lost member has come back"
         assert len(ids) <= self.limits.maximum
@@ -238,8 +243,21 @@ class Run:
             return  # All others were gone for longer. Had they not been, it would not be here.
         for other in self.processes:
             # Who is known to the coordinator and not lost has ended its part.
-            if other.is_training and other.elastic.number < number and other.id not in self.ever_lost:
+            if other.is_training and other.elastic.number < number and not self._may_be_unknown(other):
                 assert other.id not in self.state.members, f"{other.id} is still in generation {other.elastic.number}"
+
+    def _may_be_unknown(self, process: Process) -> bool:
+        """Whether a new coordinator may go on without a process, which is told so and ends."""
+        generation = process.elastic.generation
+        assert generation is not None
+        before = {each.description.id for each in generation.members if each.after >= 0}
+        # New members that alone have heard of their generation took no step with those for whom they came.
+        is_alone = (
+            generation.number > 0
+            and process.id not in before
+            and not (before - self.departed) & self.taken[process.key]
+        )
+        return is_alone or process.id in self.ever_lost
 
     def _is_known(self, number: int, but: Process) -> bool:
         """Whether a process that is there knows a generation. If all that know it are gone, a world begins anew."""
@@ -443,6 +461,15 @@ def test_members_agree_whatever_happens(
     workers: int, minimum: int, synchronous: bool, replaces: bool, choices: list[int]
 ) -> None:
     play(workers, minimum, synchronous, replaces, choices)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_members_agree_in_long_runs(seed: int) -> None:
+    """As above, with as many happenings as hypothesis seldom draws."""
+    draw = random.Random(seed)
+    for _ in range(40):
+        choices = [draw.randrange(10**6) for _ in range(draw.choice([100, 200, 400]))]
+        play(draw.randint(1, 4), draw.randint(1, 3), draw.random() < 0.5, draw.random() < 0.5, choices)
 
 
 @example(synchronous=True)

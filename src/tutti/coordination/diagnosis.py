@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tutti.coordination.activity import MOST_RANKS
+from tutti.coordination.activity import MEMBERSHIP_ACTION, MOST_RANKS
 
 _SHORTEST_S = 1.0
 """No wait below this is worth a word."""
@@ -63,6 +63,7 @@ CAUSES = {
     "checkpoint": "it saves a checkpoint",
     "optimizer": "its optimiser steps",
     "starting": "it has not begun to train",
+    "membership": "it changes to another generation of an elastic run",
     "deadlock": "ranks wait for each other",
 }
 """Causes, each with its meaning."""
@@ -75,6 +76,7 @@ _PHASES = {
     "checkpoint": "checkpoint",
     "evaluation": "evaluation",
     "starting": "starting",
+    "membership": "membership",
 }
 """The cause that a phase stands for; any other is "evaluation"."""
 
@@ -111,7 +113,12 @@ def deadlocked(rows: Sequence[Row], patience_s: float) -> list[Row]:
 
     None of them can go on.
     """
-    waits = {row["rank"]: wait for row in rows if _reports(row) and (wait := _foreground_wait(row)) is not None}
+    waits = {
+        row["rank"]: wait
+        for row in rows
+        # Between two generations it waits for the coordinator, which ends that when all living ranks have come.
+        if _reports(row) and (wait := _foreground_wait(row)) is not None and wait["action"] != MEMBERSHIP_ACTION
+    }
 
     def waits_for(rank: int, others: set[int]) -> bool:
         ranks = waits[rank]["ranks"]

@@ -30,7 +30,7 @@ from typing import Any
 
 from tutti.coordination.activity import MEMBERSHIP_ACTION
 from tutti.coordination.description import MemberDescription
-from tutti.coordination.elastic_world import TRAINING_HAS_ENDED, WORKERS_ARE_LOST
+from tutti.coordination.elastic_decisions import TRAINING_HAS_ENDED, WORKERS_ARE_LOST
 from tutti.coordination.frames import Message
 from tutti.coordination.member import Member, check_coordinator
 from tutti.errors import DeadlineExceeded, EnvironmentConflict, RankLost, TrainingEnded

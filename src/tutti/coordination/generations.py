@@ -4,7 +4,7 @@ How it works
 ------------
 An elastic world goes through generations 0, 1, 2, ... Each is a list of members, of which the n-th has rank n. Once it
 is formed it never changes. `GenerationTable` holds the worlds of a job, checks what members send, and passes it on to
-the world that it is about (`elastic_world`), which decides. Members only ask:
+the world that it is about (`elastic_world`). `elastic_decisions` decides; members only ask:
 
 - *enter*: a member has ended its part in its generation, or is new, and asks for the next one. The next one is formed
   when all living members of the present one have asked. So nobody waits for a lost member, and nobody is in two
@@ -27,6 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tutti.coordination.description import MemberDescription
+from tutti.coordination.elastic_decisions import adopt, advance, begin
 from tutti.coordination.elastic_world import ElasticWorld, MemberRequest, Members
 from tutti.coordination.frames import Message, ProtocolError
 
@@ -98,7 +99,7 @@ class GenerationTable:
         ids = [each["member"]["id"] for each in described]
         if not world.has_asked(member, "recall") or member not in ids or len(set(ids)) != len(ids):
             raise ProtocolError("a generation that this member is not in")
-        world.adopt(message)
+        adopt(world, message)
         self._advance(world, now)
 
     def depart(self, member: str, message: Message, now: float) -> None:
@@ -136,9 +137,9 @@ class GenerationTable:
 
     def _advance(self, world: ElasticWorld, now: float) -> None:
         if world.has_begun:
-            world.advance(any(self.replaces.values()), now)
+            advance(world, any(self.replaces.values()), now)
         else:
-            world.begin(now, self._started, self._patience_s)
+            begin(world, now, self._started, self._patience_s)
 
     def _world(self, member: str, message: Message) -> ElasticWorld | None:
         """Return the world of a message, which its first member makes; None if this member has other limits."""

@@ -8,7 +8,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from tutti.coordination.activity import check_status
 from tutti.coordination.description import MemberDescription, ProcessState
@@ -66,6 +66,12 @@ class MemberRecord:
     @property
     def name(self) -> str:
         return f"process {self.description.pid} on {self.description.host}"
+
+
+def note_seen(record: MemberRecord | None, state: str) -> None:
+    """Note the state of a member's process, as another member of its host has seen it."""
+    if record is not None and state in ("running", "stopped", "ended"):
+        record.process = cast(ProcessState, state)
 
 
 class Verdict(NamedTuple):

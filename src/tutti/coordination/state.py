@@ -38,7 +38,7 @@ from tutti.coordination.frames import Message, ProtocolError
 from tutti.coordination.generations import GenerationTable
 from tutti.coordination.knowledge import LEFT, is_inside
 from tutti.coordination.launchers import LauncherTable
-from tutti.coordination.liveness import MemberRecord, MemberWatch
+from tutti.coordination.liveness import MemberRecord, MemberWatch, note_seen
 from tutti.coordination.notices import TERMINAL, NoticeTable
 from tutti.coordination.scopes import ScopeTable
 from tutti.coordination.values import ValueTable
@@ -130,7 +130,7 @@ class CoordinatorState:
             "notice": self._notice,
             "beat": lambda record, message, _: record.reported(message["status"]),
             "sync": lambda record, message, _: self._send(record, op="synced", request=message["request"]),
-            "seen": self._seen,
+            "seen": lambda _, message, now: note_seen(self.members.get(message["member"]), message["state"]),
             "query": lambda record, message, now: self._send(
                 record, op="table", request=message["request"], members=self.table(now)
             ),
@@ -311,11 +311,6 @@ class CoordinatorState:
             if verdict.may_run:
                 self.evicted.append((record.description, verdict.reason))
             self._lose(record, verdict.reason, now)
-
-    def _seen(self, record: MemberRecord, message: Message, _: float) -> None:
-        seen = self.members.get(message["member"])
-        if seen is not None and message["state"] in ("running", "stopped", "ended"):
-            seen.process = message["state"]
 
     def _lose(self, record: MemberRecord, reason: str, now: float) -> None:
         """Go on without a member, for good."""
