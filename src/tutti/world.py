@@ -49,8 +49,8 @@ class Regrouping(Protocol):
     changes: Any
     """What this has cost so far (`tutti.job.metrics.Changes`)."""
 
-    def boundary(self) -> None:
-        """This rank is between two batches: change the ranks, if it is time."""
+    def boundary(self, *, at_end: bool = False) -> None:
+        """This rank is between two batches, or behind the last of a loop: change the ranks, if it is time."""
         ...
 
     def call(self, name: str, value: Any, combine: Combine, *, elastic: bool) -> Any:
@@ -161,10 +161,10 @@ class World:
             return self.elastic.regrouping.collective(work)
         return work()
 
-    def boundary(self) -> None:
-        """Change the ranks of an elastic world, if it is time. Called between two batches."""
+    def boundary(self, *, at_end: bool = False) -> None:
+        """Change the ranks of an elastic world, if it is time. Called between two batches, and behind the last one."""
         if self.elastic is not None and self.elastic.regrouping is not None:
-            self.elastic.regrouping.boundary()
+            self.elastic.regrouping.boundary(at_end=at_end)
 
     @contextmanager
     def waiting(self, own: Exchange | None = None) -> Iterator[None]:

@@ -85,7 +85,9 @@ def advance(world: ElasticWorld, more_come: bool, now: float) -> None:
     _refuse_doubters(world, living)
     _answer_requests(world, len(living))
     if all(member in world.requests for member in living):
-        chosen = [*_release(world, living), *world.newcomers()]
+        # In the middle of a collective call nobody can join, who would have to begin with a batch.
+        in_call = any(world.requests[member].info.get("in_call") for member in living)
+        chosen = [*_release(world, living), *([] if in_call else world.newcomers())]
         too_few = len(chosen) < world.minimum and not world.is_finished
         if not too_few or not (more_come or now - world.asked_at < _TOO_FEW_S):
             _form(world, chosen, too_few)

@@ -97,6 +97,11 @@ class ElasticMember:
         return self.name in self.member.known.released
 
     @property
+    def has_departed(self) -> bool:
+        """Whether this process has ended its part."""
+        return self._has_departed
+
+    @property
     def all_leave(self) -> bool:
         """Whether all members of this generation want to leave."""
         return self.generation is not None and all(each.info.get("leaving") for each in self.generation.members)

@@ -1,7 +1,7 @@
 """`in_turn`: items that go to the ranks one by one, from the first that is not used yet."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from tutti.coordination.activity import IDLE
 from tutti.data.cursor import Cursor, Iteration
@@ -10,12 +10,18 @@ from tutti.data.stages import not_used, num_left_over
 from tutti.replica.samples import num_rows
 
 
+class Stops(Protocol):
+    """Whether no more items are to be given out; `at_end` says that there are none."""
+
+    def __call__(self, *, at_end: bool) -> bool: ...
+
+
 def in_turn(
     items: Iterable[Any],
     cursor: Cursor,
     iteration: Iteration,
     get: Callable[[Any], Any],
-    stops: Callable[[], bool],
+    stops: Stops,
     first: int = 0,
 ) -> Iterator[Any]:
     """Yield every `size`-th item, from this rank's first that is not used yet.
@@ -25,7 +31,8 @@ def in_turn(
 
     Args:
         get: returns the value of an item. It is not called for items of other ranks, nor for those used before.
-        stops: called after each item; True if no more are to be given out, because the ranks have changed.
+        stops: called before each item, and behind the last one; True if no more are to be given out, because the ranks
+            have changed.
         first: number of the first of `items` in the epoch, where the ones before it have been left out.
     """
     world = cursor.world
@@ -43,11 +50,11 @@ def in_turn(
         last = [item]
         value = get(item)
         activity.enter(IDLE)
+        if stops(at_end=False):
+            return
         counts.record_batch(num_rows([value]))
         cursor.give_out(iteration)
         yield value
-        if stops():
-            return
         activity.enter("loading data")
     activity.enter(IDLE)
     # Only known after the last item: an iterable need not have a length.
@@ -57,9 +64,10 @@ def in_turn(
     num_steps, num_more = divmod(number + 1, world.size)
     is_missing = num_more and world.rank >= num_more and num_used <= num_steps
     if is_missing and last and counts.in_training:
+        if stops(at_end=False):
+            return
         counts.record_batch(0)
         cursor.give_out(iteration)
         yield get(last[0])
-        if stops():
-            return
-    cursor.end(iteration)
+    if not stops(at_end=True):
+        cursor.end(iteration)

@@ -33,7 +33,6 @@ class ShardedIterable(ShardedData):
 
     def __iter__(self) -> Iterator[Any]:
         refuse_servers(self._world)
-        self._between_batches()
         return self._through_changes(self._cursor.start(), self._give_out)
 
     def _give_out(self, iteration: Iteration) -> Iterator[Any]:

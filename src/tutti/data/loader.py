@@ -43,7 +43,6 @@ class ShardedLoader(ShardedData):
         refuse_servers(self._world)
         source, cursor = self._source, self._cursor
         self._world.sample_counts.record_shard(len(source.dataset), source.batch_size, source.drop_last, self._seed)  # type: ignore[arg-type]
-        self._between_batches()
         iteration = cursor.start()
         # Drawn here, and not with the first batch: the order of an epoch may come from a generator of the user's.
         loaded = self._load(iteration)
@@ -70,15 +69,17 @@ class ShardedLoader(ShardedData):
         counts, cursor = self._world.sample_counts, self._cursor
         # Sizes are known from the indices, whatever the collate function makes of the samples.
         for batch, item in zip(batches, items, strict=True):
+            if self._between_batches():
+                return
             # Just before the batch is used: the loader's prefetching must not count batches ahead of time.
             if batch or counts.in_training:
                 counts.record_batch(len(batch))
                 cursor.give_out(iteration)
                 yield item
-                if self._between_batches():
-                    return
             else:  # Nobody waits for this rank: it would only see samples a second time.
                 cursor.give_out(iteration)
+        if self._between_batches(at_end=True):
+            return
         cursor.end(iteration)
 
     def __len__(self) -> int:

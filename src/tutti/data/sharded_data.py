@@ -47,13 +47,18 @@ class ShardedData(ABC):
                 self.load_state_dict(state)
                 return
 
-    def _between_batches(self) -> bool:
-        """Let the ranks of an elastic world change, between two batches of this rank; return whether they have."""
+    def _between_batches(self, *, at_end: bool = False) -> bool:
+        """Let the ranks of an elastic world change, between two batches of this rank; return whether they have.
+
+        Args:
+            at_end: whether there is no further batch in this loop.
+        """
         elastic = self._world.elastic
         if elastic is None or not self._world.sample_counts.in_training:
             return False
         elastic.data.add(self)
-        self._world.boundary()
+        if self._cursor.num_regroupings == self._loop_regroupings:
+            self._world.boundary(at_end=at_end)
         # Since the loop began, and not just now: another loop beside this one may have come here first.
         return self._cursor.num_regroupings != self._loop_regroupings
 

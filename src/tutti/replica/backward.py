@@ -112,7 +112,7 @@ class BackwardPass:
             try:
                 if not self.running:
                     self.start(slot=slot)
-                if self._replica.lost is None:
+                if not self._replica.is_void:
                     self._hand_over(complete_only=True)
             except RankLost as error:
                 self._replica.note_loss(error)
@@ -128,14 +128,14 @@ class BackwardPass:
         if replica.away:
             raise ConfigError("a backward pass inside job.away(), in which this rank takes no part: train outside it.")
         replica.activity.enter("backward")
-        if replica.checks is not None and replica.lost is None:
+        if replica.checks is not None and not replica.is_void:
             replica.checks.pass_started(slot)
         self.running = True
         self._check_still_frozen()
         if in_backward:
             # Autograd calls it after the last node of this backward, before `loss.backward()` returns.
             Variable._execution_engine.queue_callback(self.finish)
-        if replica.lost is not None:
+        if replica.is_void:
             return
         # Once per pass: what was counted so far is used up by this exchange.
         self._weight = replica.contribution.take()
@@ -178,12 +178,12 @@ class BackwardPass:
         if torch.is_grad_enabled():  # As in `advance`.
             with torch.no_grad():
                 return self.finish()
-        if self._replica.lost is None:
+        if not self._replica.is_void:
             try:
                 self._finish()
             except RankLost as error:
                 self._replica.note_loss(error)
-        if self._replica.lost is not None:
+        if self._replica.is_void:
             self._make_void()
 
     def _finish(self) -> None:
@@ -245,7 +245,7 @@ class BackwardPass:
                     replica.contribution.backward()
                 elif not self.running:
                     self.start()
-                if replica.lost is not None:
+                if replica.is_void:
                     return
                 # After `start`: its exchange must have the weight of this pass before factors are handed over.
                 layer.catch(pair, stays=not replica.syncing)

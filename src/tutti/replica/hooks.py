@@ -136,7 +136,7 @@ class HookedReplica(Replica):
     def renew(self) -> None:
         """Get ready to be attached to another exchange, after `detach`."""
         self._backward = BackwardPass(self)
-        self.lost = None
+        self.lost, self.has_exchanged = None, False
         for slot in self.slots:
             slot.touched = slot.arrived = slot.fresh = False
 

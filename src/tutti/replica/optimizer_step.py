@@ -13,12 +13,17 @@ from tutti.errors import ConfigError, RankLost
 if TYPE_CHECKING:
     from tutti.replica.hooks import HookedReplica
 
+_MOST_VOID = 3
+"""Steps that may be void one after the other: those of one batch, where a loop takes several."""
+
 
 class OptimizerStep:
     """Reports the steps of an optimiser to the exchange, and lets void ones change nothing."""
 
     def __init__(self, replica: "HookedReplica") -> None:
         self._replica = replica
+        self._num_void = 0
+        """Void steps since the last one that counted."""
 
     def begin(self, *_: Any) -> None:
         """The optimiser is about to step."""
@@ -27,14 +32,25 @@ class OptimizerStep:
             where = "job.consensus(), whose model is not this rank's own" if replica.in_consensus else "job.away()"
             raise ConfigError(f"a step of the optimiser inside {where}: train outside it.")
         replica.activity.enter("optimizer")
-        if replica.lost is None:
+        if not replica.is_void:
+            self._num_void = 0
             self._prepare()
-        if replica.lost is not None:
+        if replica.is_void:
+            self._count_void()
             if replica.on_void is not None:
                 replica.on_void()
             replica.hide_gradients()
         elif replica.step_is_void:
             replica.hide_gradients()
+
+    def _count_void(self) -> None:
+        """Raise `ConfigError` where no loop over sharded data would ever let the ranks change."""
+        self._num_void += 1
+        if self._num_void > _MOST_VOID:
+            raise ConfigError(
+                f"a rank was lost, and {_MOST_VOID} steps came after it without a batch of tutti.shard: in a run whose "
+                "workers come and go, iterate over what tutti.shard returns. Ranks change between its batches."
+            )
 
     def _prepare(self) -> None:
         """Exchange what is left to be exchanged, check it, and tell the exchange."""
@@ -78,7 +94,7 @@ class OptimizerStep:
         """The optimiser has stepped."""
         replica = self._replica
         replica.has_exchanged = False
-        if replica.lost is not None:  # The optimiser found no gradient.
+        if replica.is_void:  # The optimiser found no gradient.
             replica.show_gradients()
             return
         replica.steps += 1

@@ -119,6 +119,8 @@ class Replica(ABC):
         """Whether training goes on with other ranks when some are lost (`tutti.job.elastic`)."""
         self.lost: RankLost | None = None
         """The loss that has ended exchanges, where training survives it: steps are void until ranks are others."""
+        self.waits_for_batch = False
+        """Whether steps are void until the next batch: ranks have changed in the middle of this one."""
         self.on_void: Callable[[], None] | None = None
         """Called when a step becomes void because of a loss."""
         self.owed: dict[str, Tensor] = {}
@@ -130,6 +132,11 @@ class Replica(ABC):
         self._memories: dict[Kind, Memory] = {}
         self._hidden: list[tuple[Tensor, Tensor]] = []
         """Parameters and the gradients that `hide_gradients` took from them."""
+
+    @property
+    def is_void(self) -> bool:
+        """Whether backward passes and steps do not count for the time being, because a rank was lost."""
+        return self.lost is not None or self.waits_for_batch
 
     @property
     def device_types(self) -> set[str]:

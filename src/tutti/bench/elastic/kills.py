@@ -87,7 +87,7 @@ class LossOutcome:
 
 
 @dataclass
-class _Run:
+class _KilledRun:
     """One launch, and the kills in it."""
 
     settings: ElasticSettings
@@ -158,16 +158,18 @@ def losses(
     return outcomes
 
 
-def _execute(subject: ElasticSubject, workers: int, plan: dict[int, float], outcome: LossOutcome | None = None) -> _Run:
+def _execute(
+    subject: ElasticSubject, workers: int, plan: dict[int, float], outcome: LossOutcome | None = None
+) -> _KilledRun:
     with tempfile.TemporaryDirectory(prefix="tutti-elastic-") as folder:
-        run = _Run(ElasticSettings(subject.strategy, folder, _EPOCHS, _PAUSE_S), workers, plan)
+        run = _KilledRun(ElasticSettings(subject.strategy, folder, _EPOCHS, _PAUSE_S), workers, plan)
         run.execute(subject.transport)
         if outcome is not None and not run.error:
             outcome.misused += misused(Path(folder), _EPOCHS)
     return run
 
 
-def _judge(outcome: LossOutcome, run: _Run, wanted: ElasticResult, subject: ElasticSubject) -> None:
+def _judge(outcome: LossOutcome, run: _KilledRun, wanted: ElasticResult, subject: ElasticSubject) -> None:
     """Compare the end of a run with that of the undisturbed one, and take the times of its losses."""
     left = [result for result in run.results or () if result is not None]
     if run.error or not left:

@@ -71,6 +71,17 @@ class JobCheckpoints:
         """
         return self._checkpoints.checkpoint(Path(run), parts, every, Request(dict(extra or {}), keep, when_busy))
 
+    def track(self, *parts: Any) -> None:
+        """State what belongs to the training beside model, optimiser and data, before the first batch.
+
+        Only a run whose workers come and go needs it: the states of these parts go to workers that join, and are put
+        back after a step that a lost worker has made void. What is given to `restore` need not be given here too.
+
+        Args:
+            parts: objects with `state_dict` and `load_state_dict`: learning-rate schedulers, a GradScaler.
+        """
+        self._checkpoints.parts.add(named_parts(parts))
+
     def restore(self, run: str | PathLike[str], *parts: Any) -> Restored | None:
         """Continue from the newest complete checkpoint in `run`; None if there is none yet. Collective.
 
@@ -127,6 +138,21 @@ class Checkpoints:
         self.parts = LocalParts()
         self._last: tuple[Path, Request] | None = None
         """Where, and how, checkpoints are written."""
+        self._inherited_schedules: dict[tuple[str, str], dict[str, Any]] = {}
+        """When they are due, on a rank that has joined others, until its loop comes to them."""
+
+    def schedules(self) -> list[list[Any]]:
+        """Return when checkpoints are due, for a rank that takes over the state of this one."""
+        return [[str(run), str(every), schedule.export()] for (run, every), schedule in self._schedules.items()]
+
+    def take_schedules(self, states: list[list[Any]]) -> None:
+        """Take over when checkpoints are due."""
+        present = {(str(run), str(every)): schedule for (run, every), schedule in self._schedules.items()}
+        for run, every, state in states:
+            if (run, every) in present:
+                present[run, every].load(state)
+            else:
+                self._inherited_schedules[run, every] = state
 
     def save_last(self) -> Path | None:
         """Save the state before the run ends; return where, or None if no checkpoints are written. Collective."""
@@ -146,9 +172,12 @@ class Checkpoints:
             return self._take(run, named, request)
         every = self._world.checkpoints.every or every
         if (schedule := self._schedules.get((run, every))) is None:
-            self._open(run, request)
             schedule = CheckpointSchedule(every, self._world, self._is_synchronous, self._call, self._restored_step)
             self._schedules[run, every] = schedule
+            if (state := self._inherited_schedules.pop((str(run), str(every)), None)) is not None:
+                schedule.load(state)  # The others have opened the folder.
+            else:
+                self._open(run, request)
         steps = self._replica.steps
         if not schedule.due(steps):
             return False

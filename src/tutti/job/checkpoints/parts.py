@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from tutti.data.sharded_data import ShardedData
@@ -56,6 +58,22 @@ class LocalParts:
         self.parts |= named
         for name in self._inherited.keys() & named.keys():
             load_part(named[name], name, self._inherited.pop(name))
+
+    def refuse_unknown(self, optimizer: Optimizer) -> None:
+        """Raise `ConfigError` if the loop has a part that others would not know, or lacks one that they have."""
+        if self._inherited:
+            names = ", ".join(sorted(self._inherited))
+            raise ConfigError(
+                f"this worker joins others, whose loop has a {names}. Give it to job.track(...) or job.restore(...) "
+                "before the first batch: it gets their state."
+            )
+        # As torch marks the optimiser of a learning-rate scheduler.
+        is_scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+        if is_scheduled and not any(isinstance(part, LRScheduler) for part in self.parts.values()):
+            raise ConfigError(
+                "a learning-rate scheduler moves this optimiser, and a worker that joins would not know where it is. "
+                "Give it to job.track(scheduler) or job.restore(..., scheduler) before the first batch."
+            )
 
     def states(self) -> dict[str, Any]:
         """Return their states."""

@@ -68,6 +68,23 @@ class CheckpointSchedule:
         """Start anew, after all ranks have taken a checkpoint together."""
         self._since_s, self._written_step = self._world.transport.now(), steps
 
+    def export(self) -> dict[str, Any]:
+        """Return where the schedule is, for a rank that joins this one."""
+        now_s = self._world.transport.now()
+        return {
+            "since_s": now_s - self._since_s,
+            "compared_s": now_s - self._compared_s,
+            "written": self._written_step,
+            "calls": self._num_calls,
+            "next": self._next_call,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `export` returned on another rank."""
+        now_s = self._world.transport.now()
+        self._since_s, self._compared_s = now_s - state["since_s"], now_s - state["compared_s"]
+        self._written_step, self._num_calls, self._next_call = state["written"], state["calls"], state["next"]
+
     def _compare(self) -> dict[str, Any]:
         now_s = self._world.transport.now()
         report = {

@@ -14,6 +14,7 @@ from tutti.job.handle import JOB_ATTRIBUTE, Job
 from tutti.parallel import Mesh
 from tutti.parallel.branch import Branches
 from tutti.replica import HookedReplica
+from tutti.replica.batchnorm import SyncedBatchNorm
 from tutti.replica.state import layout
 from tutti.strategies import Exchange, Strategy
 from tutti.world import World
@@ -30,7 +31,9 @@ def elastic_mistakes(model: nn.Module, strategy: Strategy, mesh: Mesh | None, wo
     if any(isinstance(module, Branches) for module in model.modules()):
         mistakes.append(f"the branches of a model are divided between its workers, and need all of them. {fixed}")
     assert world.elastic is not None
-    if world.elastic.regrouping is not None:
+    if any(isinstance(module, SyncedBatchNorm) for module in model.modules()):
+        mistakes.append(f"tutti.sync_batchnorm joins the workers that are there when it is called, for good. {fixed}")
+    if world.elastic.regrouping is not None or world.elastic.member.has_departed:
         mistakes.append(f"one model can be distributed in a run whose workers come and go. {fixed}")
     return mistakes
 

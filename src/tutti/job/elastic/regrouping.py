@@ -78,22 +78,29 @@ class ElasticJob:
         """States of schedulers and the like when a step became void."""
         self._kept_options: list[dict[str, Any]] = []
         """The optimiser's options then, by group."""
-        self._arriving = False
-        """Whether this rank has joined others, and has not come to its first batch."""
+        self._arriving = self._has_trained = False
+        """Whether this rank has joined others and has not come to its first batch; whether it has come to it."""
         self.on_change: list[Callable[[World], None]] = []
         self.changes = Changes()
         """What changes of the ranks have cost so far."""
 
     # Places where ranks may change
 
-    def boundary(self) -> None:
-        """This rank is between two batches: change the ranks, if it is time."""
+    def boundary(self, *, at_end: bool = False) -> None:
+        """This rank is between two batches: change the ranks, if it is time.
+
+        Args:
+            at_end: whether the last batch of a loop was given out. Then ranks change only after a loss.
+        """
         job = self._the_job
         replica, counts = job._replica, self._world.sample_counts
-        self._arriving = False
         if replica.in_consensus or replica.away:
             return
+        if not at_end:
+            self._first_batch()
         if replica.lost is None:
+            if replica.waits_for_batch:
+                self._end_void_batch()
             if counts.num_committed < counts.num_batches:
                 counts.commit_void_steps()
             if counts.num_committed < counts.num_batches:
@@ -101,11 +108,22 @@ class ElasticJob:
             if requested():
                 self._elastic.member.leave()
             lost = self._elastic.member.lost() and not job._exchange.tolerates_loss
-            if not lost and not self._elastic.member.stops_here():
+            if not lost and (at_end or not self._elastic.member.stops_here()):
                 return
             if lost:
                 replica.lost = RankLost(f"rank {self._world.transport.world_rank}: a rank is lost.")
         self._regroup()
+
+    def _first_batch(self) -> None:
+        """This rank is about to train: whatever the others have in their loops, it must have by now."""
+        if self._arriving or not self._has_trained:
+            self._arriving, self._has_trained = False, True
+            self._the_job._checkpoints.parts.refuse_unknown(self._the_job._replica.optimizer)
+
+    def _end_void_batch(self) -> None:
+        """The rest of the batch in which ranks have changed is over: put back what the loop has moved on meanwhile."""
+        self._the_job._replica.waits_for_batch = False
+        self._put_back()
 
     def call(self, name: str, value: Any, combine: Combine, *, elastic: bool) -> Any:
         """Make a collective call among the ranks that are there, also if some are lost meanwhile."""
@@ -129,7 +147,7 @@ class ElasticJob:
         number = self._num_calls
         while True:
             if self._the_job._replica.lost is not None:
-                self._regroup()
+                self._regroup_in_call()
             if self._num_calls > number:
                 return done_by_others()
             try:
@@ -147,6 +165,29 @@ class ElasticJob:
         return job
 
     # Regrouping
+
+    def _regroup_in_call(self) -> None:
+        """Go on with the ranks that are there now, in the middle of a collective call.
+
+        A batch may be under way, which comes again: the rest of it must change nothing. The same holds where this rank
+        has taken over the state of one that is further. Nobody joins here, because the next thing is not a batch.
+        """
+        job = self._the_job
+        replica, counts = job._replica, self._world.sample_counts
+        in_batch = counts.num_committed < counts.num_batches
+        in_consensus = replica.in_consensus
+        took_over = self._regroup(in_call=True)
+        if in_batch or took_over:
+            self._keep()
+            replica.waits_for_batch = True
+            for slot in replica.slots:
+                if slot.tensor.grad is not None:
+                    slot.tensor.grad = torch.zeros_like(slot.tensor)
+        elif in_consensus:
+            try:  # The model shows what all agree on, as before.
+                job._exchange.consensus()
+            except RankLost as error:
+                replica.note_loss(error)
 
     @property
     def _progress(self) -> int:
@@ -166,12 +207,12 @@ class ElasticJob:
 
         return agreed
 
-    def _regroup(self) -> None:
-        """Go on with the ranks that are there now."""
+    def _regroup(self, *, in_call: bool = False) -> bool:
+        """Go on with the ranks that are there now; return whether this rank has taken over the state of another."""
         job, started_s = self._the_job, time.monotonic()
         job._replica.activity.enter("membership")
         self._state_of_strategy = self._leave_exchange()
-        info = self._info(job._exchange)
+        info, took_over = {**self._info(job._exchange), "in_call": int(in_call)}, False
         while True:
             end_generation(job)
             self._elastic.connections.disconnect()
@@ -180,23 +221,19 @@ class ElasticJob:
             if new is None:
                 self._leave(alone=True)
             try:
-                self._go_on(old, new)
+                took_over |= self._go_on(old, new)
                 break
             except RankLost as error:  # Another one. What is complete on this rank stays so.
                 _log.info("rank %d: a loss while ranks change: %s", self._world.transport.world_rank, error)
-                info = self._info(None)
-        voided, self._kept_parts = int(self._kept_parts is not None), None
-        self.changes = replace(
-            self.changes,
-            voided_steps=self.changes.voided_steps + voided,
-            seconds=self.changes.seconds + time.monotonic() - started_s,
-        )
+                info = {**self._info(None), "in_call": int(in_call)}
+        self.changes = replace(self.changes, seconds=self.changes.seconds + time.monotonic() - started_s)
         for call in self.on_change:
             call(self._world)
         if self._elastic.member.all_leave:
             self._leave(alone=False)
         if new.too_few:
             self._stop(new)
+        return took_over
 
     def _leave_exchange(self) -> dict[str, Any]:
         """Return the strategy's state on this rank, which then takes no more part in exchanges."""
@@ -209,20 +246,32 @@ class ElasticJob:
                 return state
             except RankLost as error:  # While all wanted to end together, one was lost.
                 job._replica.lost = error
-        elif self._kept_parts is not None:  # The step was void, for schedulers as well.
+        else:
+            self._put_back()
+        return job._exchange.state_after_loss()
+
+    def _put_back(self) -> None:
+        """Put back what was kept when a step became void."""
+        if self._kept_parts is not None:
+            job = self._the_job
             job._checkpoints.parts.load(self._kept_parts)
             for group, options in zip(job._replica.optimizer.param_groups, self._kept_options, strict=True):
                 group.update(options)
-        return job._exchange.state_after_loss()
+            self._kept_parts = None
+            self.changes = replace(self.changes, voided_steps=self.changes.voided_steps + 1)
 
     def step_is_void(self) -> None:
         """A step will not count: remember the states of schedulers, which the loop moves on all the same."""
         if self._kept_parts is None:
-            job = self._the_job
-            self._kept_parts = deepcopy(job._checkpoints.parts.states())
-            # Schedulers also change the optimiser's options, which are no part of their state.
-            groups = job._replica.optimizer.param_groups
-            self._kept_options = [{key: group[key] for key in group.keys() - {"params"}} for group in groups]
+            self._keep()
+
+    def _keep(self) -> None:
+        """Keep what the rest of a void step moves on all the same."""
+        job = self._the_job
+        self._kept_parts = deepcopy(job._checkpoints.parts.states())
+        # Schedulers also change the optimiser's options, which are no part of their state.
+        groups = job._replica.optimizer.param_groups
+        self._kept_options = [{key: group[key] for key in group.keys() - {"params"}} for group in groups]
 
     def _info(self, exchange: Exchange | None) -> dict[str, Any]:
         """Return what all others learn of this rank when it enters a generation.
@@ -253,8 +302,8 @@ class ElasticJob:
         """What is divided between ranks, in an order that is the same on all of them."""
         return sorted(self._elastic.data, key=lambda data: data.number)
 
-    def _go_on(self, old: Generation, new: Generation) -> None:
-        """Continue in a new generation, on a rank that was in the one before. Collective."""
+    def _go_on(self, old: Generation, new: Generation) -> bool:
+        """Continue in a new generation; return whether this rank has taken over another one's state. Collective."""
         world = self._world
         source = _source(new)
         found = [positions(data, old, new, source, number) for number, data in enumerate(self._data)]
@@ -265,11 +314,15 @@ class ElasticJob:
             data.regroup(each)
         transport = self._elastic.connections.connect(new)
         world.renew(transport.rank, transport.size, transport)
-        self._synchronise(new)
+        took_over = self._synchronise(new)
         begin_generation(self._the_job, of_this_rank(self._state_of_strategy, world.rank, world.size))
+        return took_over
 
-    def _synchronise(self, new: Generation) -> None:
-        """Let ranks that miss something take over the state of one that does not. Collective."""
+    def _synchronise(self, new: Generation) -> bool:
+        """Let ranks that miss something take over the state of one that does not; return whether this one did.
+
+        Collective.
+        """
         source = _source(new)
         first = new.members[source].info
         misses = [
@@ -277,11 +330,12 @@ class ElasticJob:
             for each in new.members
         ]
         if not any(misses):
-            return
+            return False
         is_source = self._world.rank == source
         received = share_state(self._state() if is_source else None, self._world.transport, source)
         if misses[self._world.rank]:
             self._take_over(received)
+        return misses[self._world.rank]
 
     def _state(self) -> dict[str, Any]:
         """Return what another rank needs to go on as this one does."""
@@ -296,6 +350,7 @@ class ElasticJob:
             "exchange": for_new_ranks(self._state_of_strategy),
             "data": [data.export() for data in self._data],
             "parts": job._checkpoints.parts.states(),
+            "schedules": job._checkpoints.schedules(),
         }
 
     def _take_over(self, state: dict[str, Any]) -> None:
@@ -315,6 +370,7 @@ class ElasticJob:
         else:
             self._elastic.data_states = list(state["data"])
         job._checkpoints.parts.inherit(state["parts"])
+        job._checkpoints.take_schedules(state["schedules"])
 
     def arrive(self, new: Generation) -> None:
         """Join the others, on a new rank. Collective."""
@@ -329,7 +385,9 @@ class ElasticJob:
                 begin_generation(self._the_job, parts)
                 return
             except RankLost:
-                info = self._info(None) if self._has_state else _NOTHING
+                # Before it has shown its data, it does not know the positions in it.
+                knows_all = self._has_state and not self._elastic.data_states
+                info = self._info(None) if knows_all else _NOTHING
                 end_generation(self._the_job)
                 self._elastic.connections.disconnect()
                 again = self._elastic.member.enter(info)
@@ -347,14 +405,19 @@ class ElasticJob:
 
     def _stop(self, generation: Generation) -> None:
         """Save the state and end: too few workers are left."""
-        job = self._the_job
-        saved = job._checkpoints.save_last()
-        limits = self._elastic.member.limits
-        raise TooFewWorkers(
-            f"rank {self._world.transport.world_rank}: {len(generation.members)} workers are left, and this run needs "
-            f"{limits.minimum}. "
-            + (f"The state is saved in {saved}: start again to continue." if saved else "No checkpoint was asked for.")
-        )
+        job, saved = self._the_job, None
+        minimum = self._elastic.member.limits.minimum
+        try:
+            if job._replica.in_consensus:  # A checkpoint has one of its own.
+                job._replica.in_consensus = False
+                job._exchange.restore_local()
+            saved = job._checkpoints.save_last()
+        finally:
+            state = f"The state is saved in {saved}: start again to continue." if saved else "No checkpoint was saved."
+            raise TooFewWorkers(
+                f"rank {self._world.transport.world_rank}: {len(generation.members)} workers are left, and this run "
+                f"needs {minimum}. {state}"
+            )
 
 
 def end_generation(job: "Job") -> None:

@@ -257,6 +257,8 @@ class BlockExchange(SavedBlock, Exchange):
 
     @torch.no_grad()
     def restore_local(self) -> None:
+        if not self._local_parameters:
+            return  # Ranks have changed since, and this one continues from what the others had.
         for buffer, local in zip(self.replica.model.buffers(), self._local_buffers, strict=True):
             buffer.copy_(local)
         for parameters, values in zip(self._parameters, self._local_parameters, strict=True):
