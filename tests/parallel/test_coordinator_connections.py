@@ -161,7 +161,7 @@ def test_a_member_confirms_that_it_takes_part(job: Job) -> None:
 
 def test_a_member_that_is_cut_off_learns_it_when_it_confirms(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     member = job.member(0)
-    monkeypatch.setattr(member, "_post", lambda message: None)  # As if packets were lost.
+    monkeypatch.setattr(member.outbox, "_post", lambda message: None)  # As if packets were lost.
     cut = Timer(0.3, member.exclude, ["it is cut off"])
     cut.start()
     with pytest.raises(RankLost, match="it is cut off"):

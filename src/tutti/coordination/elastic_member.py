@@ -4,6 +4,7 @@ How it works
 ------------
 Two threads are involved. The training thread calls everything but `_changed`, which the thread of the connection calls
 whenever the coordinator has told something. `_lock` guards what both use; nothing is sent while it is held.
+`_confirming` is held while `belongs` is sent: whoever comes second finds it in the outbox.
 
 A generation can end between any two steps. `stops_here` is called there, and counts the steps of this generation:
 `_steps` of them are over, so the next place where this rank can stop is after `_steps` steps. When the coordinator asks
@@ -13,8 +14,10 @@ training thread does not pass that place before it knows where all stop (`switch
 can be needed by others before that: the others answer as soon as they are asked, too.
 
 A coordinator that was started anew gets from the outbox: that this process asks for a generation (`enter`) or is in one
-(`belongs`), never both; and what it has answered (`boundary`), which is the switch once that is known, so that the
-new coordinator decides the same. It may ask this process to describe its generation (`recall`).
+(`belongs`), never both. The thread of the connection changes the one into the other as soon as the generation is told,
+so that no coordinator takes an old request for one for the generation after it. It also gets what this process has
+answered (`boundary`), which is the switch once that is known, so that the new coordinator decides the same. It may ask
+this process to describe its generation (`recall`).
 
 Waits: `enter` and `stops_here` end when the coordinator has answered, which it does when all living members have
 asked, or answered; at the timeout, where too few come to begin; when this process is excluded, or the coordinator was
@@ -81,6 +84,9 @@ class ElasticMember:
         self._steps = 0
         self._answered: int | None = None
         """The number of steps with which this process has answered, in this generation."""
+        self._confirming = threading.RLock()
+        self._confirmed = -1
+        """The last generation of which the coordinator was told that this process is in it."""
         self._wanted = -1
         """The last generation that this process has asked to end."""
         self._has_departed = self._has_finished = False
@@ -143,7 +149,6 @@ class ElasticMember:
         if not formed():
             return None
         self._take(known.generations[self.name])
-        self._send("belongs", number=self.number)
         return self.generation
 
     def _take(self, message: Message) -> None:
@@ -242,6 +247,11 @@ class ElasticMember:
     def _changed(self) -> None:
         """Answer the coordinator. Called by any thread."""
         known, name = self.member.known, self.name
+        with self._confirming:
+            if (newest := self._newest) > self._confirmed:
+                self._confirmed = newest
+                self.member.outbox.withdraw(("enter", name))
+                self._send("belongs", number=newest)
         if known.recalls.pop(name, -1) >= 0 and self._newest >= 0:
             self.member.outbox.post({**known.generations[name], "op": "recalled"})
         with self._lock:
