@@ -187,15 +187,15 @@ class Checkpoints:
 
     def restore(self, run: Path, parts: tuple[Any, ...]) -> Restored | None:
         """As `JobCheckpoints.restore`."""
+        self.parts.add(named_parts(parts))
+        if self._world.elastic is not None and self._world.elastic.has_joined:
+            return None  # It has the state of the others.
         if self._replica.steps:
             raise ConfigError(
                 f"job.restore must be called before the first step, and {self._replica.steps} were taken."
             )
         job = self._job()
         assert job is not None
-        self.parts.add(named_parts(parts))
-        if self._world.elastic is not None and self._world.elastic.has_joined:
-            return None  # It has the state of the others.
         with self._world.waiting():
             received = receive(self._world.transport, run)
         if job.is_leader:  # A mistyped folder would otherwise begin a new run without a word.
