@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tutti.errors import ConfigError
-from tutti.strategies.rates import SAME_RATE, LearningRateRule, momentum_rule, stale_rule
+from tutti.strategies.rates import SAME_RATE, LearningRateRule, stale_rule, synchronous_start_rule
 
 
 class Consistency(ABC):
@@ -88,7 +88,7 @@ class SSP(Consistency):
     def learning_rate(self, num_workers: int) -> LearningRateRule:
         if num_workers == 1:
             return SAME_RATE
-        return momentum_rule(
+        return synchronous_start_rule(
             self.staleness, f"Under '{self}' updates are computed from parameters up to {self.staleness} steps old"
         )
 
