@@ -67,12 +67,27 @@ def test_stale_updates_take_the_place_of_momentum(text: str, part: int) -> None:
         assert new_lr / (1 - new_momentum) == pytest.approx(lr / (1 - momentum) / part)
 
 
+@pytest.mark.parametrize("text", ["ps:async", "ps:softsync=2", "ps:ssp=3"])
+def test_with_adam_gradients_that_servers_scale_down_take_nothing_from_a_rule(text: str) -> None:
+    """Its steps do not depend on the scale of gradients; those of SGD do."""
+    plain, aware = (parse(each).learning_rate(8) for each in (text, f"{text},aware"))
+    for kind in (torch.optim.Adam, torch.optim.RMSprop, torch.optim.SGD):
+        adaptive = kind is not torch.optim.SGD
+        used = []
+        for rule in (plain, aware):
+            optimizer = kind([nn.Parameter(torch.zeros(1))], lr=0.1)
+            rule.apply(optimizer)
+            used.append(rates(optimizer)[0])
+            assert rates(optimizer)[0] == rule.changed(0.1, adaptive=adaptive)[0]
+        assert (used[0] == pytest.approx(used[1])) == adaptive, kind
+
+
 def test_the_synchronous_share_in_steps() -> None:
     assert parse("ps:ssp=3").learning_rate(8).synchronous_steps(101) == 50
     assert parse("ps:ssp=3").learning_rate(1).synchronous_steps(101) == 0
     assert parse("ps:async").learning_rate(8).synchronous_steps(101) == 0
-    combined = LearningRateRule(0.5, reason="Half.") & LearningRateRule(1 / 16, 5, 0, 0.5, "Stale.")
-    assert combined == LearningRateRule(1 / 32, 5, 0, 0.5, "Half. Stale.")
+    combined = LearningRateRule(0.5, reason="Half.") & LearningRateRule(1 / 16, 5, 0, 0.5, 0.25, "Stale.")
+    assert combined == LearningRateRule(1 / 32, 5, 0, 0.5, 0.25, "Half. Stale.")
 
 
 def test_a_rule_is_applied_to_every_group_of_any_optimiser() -> None:

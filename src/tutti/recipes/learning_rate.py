@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch.optim import Optimizer
 
-from tutti.strategies.rates import SAME_RATE, LearningRateRule, batch_rule
+from tutti.strategies.rates import SAME_RATE, LearningRateRule, batch_rule, is_adaptive
 
 LearningRate = float | Literal["auto"] | None
 """The recipe's rate if None; the recipe's rate changed by the rules of strategy and batch if "auto"; or a number."""
@@ -37,7 +37,7 @@ class RateSchedule:
             return  # Whatever a recipe does with its rates itself.
         rule = SAME_RATE if num_steps < self.synchronous_steps else self._strategy
         for group, alone in zip(self._optimizer.param_groups, self._alone, strict=True):
-            lr, momentum = rule.changed(*alone)
+            lr, momentum = rule.changed(*alone, is_adaptive(self._optimizer))
             group["lr"] = lr * self._batch_factor(num_steps)
             if "momentum" in group:
                 group["momentum"] = momentum
@@ -66,5 +66,4 @@ def set_rate(
 
 def rule_of_batch(optimizer: Optimizer, batch_size: int, reference: int, num_steps: int) -> LearningRateRule:
     """Return the rule for batches of `batch_size`, where the optimiser's rate was chosen for those of `reference`."""
-    adaptive = "eps" in optimizer.defaults  # Adam and its relatives divide by a magnitude plus eps; SGD does not.
-    return batch_rule(batch_size, reference, num_steps, adaptive)
+    return batch_rule(batch_size, reference, num_steps, is_adaptive(optimizer))

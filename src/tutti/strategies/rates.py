@@ -25,6 +25,9 @@ class LearningRateRule:
     synchronous_share: float = 0.0
     """Share of the training, at its start, in which steps are synchronous and the rate is that of one worker. The
     factors hold from then on."""
+    gradient_scale: float = 1.0
+    """What the strategy itself multiplies gradients by. The steps of Adam and its relatives do not depend on the scale
+    of gradients, so that the learning rate takes this factor too."""
     reason: str = ""
     """One sentence with the source of the rule; empty if the rate stays as it is."""
 
@@ -33,6 +36,7 @@ class LearningRateRule:
         assert 1 <= self.momentum_factor < inf, self
         assert self.warmup_steps >= 0, self
         assert 0 <= self.synchronous_share < 1, self
+        assert 0 < self.gradient_scale <= 1, self
         same = (self.factor, self.momentum_factor, self.warmup_steps, self.synchronous_share) == (1.0, 1.0, 0, 0.0)
         assert self.reason or same, f"a rule needs a reason: {self}"
 
@@ -43,6 +47,7 @@ class LearningRateRule:
             self.momentum_factor * other.momentum_factor,
             max(self.warmup_steps, other.warmup_steps),
             max(self.synchronous_share, other.synchronous_share),
+            self.gradient_scale * other.gradient_scale,
             " ".join(reason for reason in (self.reason, other.reason) if reason),
         )
 
@@ -50,11 +55,15 @@ class LearningRateRule:
         """Return how many steps of a training of `num_steps` are synchronous, for `job.start_synchronously`."""
         return int(self.synchronous_share * num_steps)
 
-    def changed(self, lr: float, momentum: float = 0.0) -> tuple[float, float]:
-        """Return the learning rate and the momentum to use in place of those of one worker."""
+    def changed(self, lr: float, momentum: float = 0.0, adaptive: bool = False) -> tuple[float, float]:
+        """Return the learning rate and the momentum to use in place of those of one worker.
+
+        `adaptive` says whether steps are those of Adam or a relative (`is_adaptive`).
+        """
+        factor = self.factor * (self.gradient_scale if adaptive else 1.0)
         lower = max(0.0, 1 - (1 - momentum) * self.momentum_factor)
         # Of the effective rate, momentum has taken its part: the rest is the learning rate's.
-        return lr * self.factor * (1 - lower) / (1 - momentum), lower
+        return lr * factor * (1 - lower) / (1 - momentum), lower
 
     def apply(self, optimizer: Optimizer) -> None:
         """Change the learning rate and the momentum of every parameter group, from the next step on.
@@ -65,9 +74,14 @@ class LearningRateRule:
         """
         for group in optimizer.param_groups:
             momentum = group.get("momentum", 0.0)
-            group["lr"], lower = self.changed(group["lr"], momentum)
+            group["lr"], lower = self.changed(group["lr"], momentum, is_adaptive(optimizer))
             if momentum:
                 group["momentum"] = lower
+
+
+def is_adaptive(optimizer: Optimizer) -> bool:
+    """Whether an optimiser divides by the gradient's magnitude, as Adam does: its steps have the length lr."""
+    return "eps" in optimizer.defaults  # What it adds to a magnitude that it divides by; SGD has none.
 
 
 SAME_RATE = LearningRateRule()
