@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,34 @@ def test_a_run_continues_on_other_workers_and_strategies(call: Call, tmp_path: P
     assert ended.status == 2
     assert "runs/first is complete: 2 epochs are trained" in ended.err
     assert json.loads((runs / "first" / "summary.json").read_text()) == summary
+
+
+def test_a_synchronous_start_goes_on_where_it_was(call: Call, tmp_path: Path) -> None:
+    """Half of 44 steps is synchronous, and so has one result: one run continues in that half, and one after it."""
+    words = ("digits", "--strategy", "ps:ssp=3", "--lr", "auto", "--epochs", "2", "--checkpoint-every")
+    train(call, *words, "22", "--name", "whole")
+    train(call, *words, "18", "--name", "part")
+    runs = tmp_path / "runs"
+    for run, steps in (("part", (36, 44)), ("whole", (44,))):
+        for number in steps:
+            shutil.rmtree(runs / run / f"step-{number:08d}")
+        train(call, "--resume", f"runs/{run}", "--checkpoint-every", "22")
+    torch.testing.assert_close(model(runs / "part", 22), model(runs / "whole", 22), rtol=1e-4, atol=1e-5)
+    for run in ("whole", "part"):
+        summary = json.loads((runs / run / "summary.json").read_text())
+        assert (summary["steps"], summary["synchronous_steps"]) == (44, 22)
+        assert (summary["lr"], summary["momentum"]) == pytest.approx((0.03125, 0.5))
+
+
+def test_a_run_continues_with_the_rates_of_another_strategy(call: Call, tmp_path: Path) -> None:
+    train(call, "digits", "--strategy", "ps:bsp", "--lr", "auto", "--epochs", "1", "--name", "a")
+    summary = tmp_path / "runs" / "a" / "summary.json"
+    first = json.loads(summary.read_text())
+    assert (first["lr"], first["momentum"], first["synchronous_steps"]) == (0.1, 0.9, 0)
+    train(call, "--resume", "runs/a", "--epochs", "2", "--strategy", "ps:ssp=3")
+    second = json.loads(summary.read_text())
+    assert (second["lr"], second["momentum"]) == pytest.approx((0.03125, 0.5))
+    assert second["synchronous_steps"] == 22, "they were before"
 
 
 def test_a_run_whose_only_checkpoint_was_being_replaced_does_not_start_anew(call: Call, tmp_path: Path) -> None:

@@ -73,10 +73,11 @@ def batch(rank: int, step: int) -> Tensor:
     return torch.randn(2, 24, generator=generator, dtype=torch.float64)
 
 
-def train(strategy: ParameterServer, steps: list[int]) -> tuple[list[Event], list[Tensor]]:
+def train(strategy: ParameterServer, steps: list[int], start: int = 0) -> tuple[list[Event], list[Tensor]]:
     world, model = tutti.init(), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
     job = tutti.distribute(model, optimizer, strategy)
+    job.start_synchronously(start)
     for step in range(steps[world.rank]):
         model(batch(world.rank, step)).square().mean().backward()
         optimizer.step()
@@ -86,11 +87,11 @@ def train(strategy: ParameterServer, steps: list[int]) -> tuple[list[Event], lis
     return reads, [p.detach() for p in model.parameters()]
 
 
-def run(rule: Consistency, steps: list[int], cluster: Cluster, **options: Any) -> Run:
+def run(rule: Consistency, steps: list[int], cluster: Cluster, start: int = 0, **options: Any) -> Run:
     strategy = ParameterServer(rule, bucket_bytes=options.pop("bucket_bytes", 10_000), **options)
     num_servers = 0 if strategy.servers == "colocated" else int(strategy.servers)
     with noted_servers() as servers:
-        found = tutti.simulate(train, strategy, steps, workers=len(steps) + num_servers, cluster=cluster).results
+        found = tutti.simulate(train, strategy, steps, start, workers=len(steps) + num_servers, cluster=cluster).results
     reads, parameters = zip(*found[: len(steps)], strict=True)
     applies = [event for server in servers for event in server.events if event.kind == APPLY]
     return Run(steps, list(reads), applies, list(parameters))
@@ -105,13 +106,13 @@ def check_all_applied(found: Run) -> None:
     assert found.versions.keys() == sent
 
 
-def check_reads(found: Run, bound: int) -> None:
-    """What a worker read in iteration c holds all updates of the iterations before c - bound."""
+def check_reads(found: Run, bound: int, start: int = 0) -> None:
+    """What a worker read in iteration c holds all updates of the iterations before c - bound; before c in the start."""
     for worker, reads in enumerate(found.reads):
         for event in reads:
             shard, clock, version = event.about
             for other, most in enumerate(found.steps):
-                for old in range(min(most, clock - bound)):
+                for old in range(min(most, clock - (bound if clock >= start else 0))):
                     there = found.versions[shard, other, old]
                     assert there <= version, (
                         f"worker {worker} read version {version} of shard {shard} in iteration {clock}, but update "
@@ -206,6 +207,21 @@ def test_every_consistency_keeps_its_guarantee(data: st.DataObject) -> None:
     if rule.bound is None and rule.quorum > 1:  # Several shards may wait for each other: see the end of this file.
         servers, bucket_bytes = 1, 2**20
     check(run(rule, steps, cluster, servers=servers, overlap=overlap, bucket_bytes=bucket_bytes), rule)
+
+
+@settings(max_examples=10)
+@given(data=st.data())
+def test_guarantees_hold_with_a_synchronous_start(data: st.DataObject) -> None:
+    num_workers = data.draw(st.integers(2, 4), "workers")
+    rule = data.draw(st.builds(SSP, st.integers(1, 3), st.booleans()), "rule")
+    steps = data.draw(st.lists(st.integers(1, 10), min_size=num_workers, max_size=num_workers), "steps")
+    start = data.draw(st.integers(1, 8), "start")
+    cluster = data.draw(clusters(num_workers), "cluster")
+    servers = data.draw(st.sampled_from(["colocated", 2]), "servers")
+    clip = data.draw(st.sampled_from([None, 0.01]), "clip")
+    found = run(rule, steps, cluster, start, servers=servers, clip=clip)
+    check(found, rule)
+    check_reads(found, rule.staleness, start)
 
 
 @settings(max_examples=10)

@@ -8,19 +8,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import ConcatDataset
+from torch.utils.data import ConcatDataset, DataLoader
 
 import tutti
 from command import Call
 from tutti.cli.training_run import check_target
+from tutti.data import GlobalBatches
 from tutti.errors import TargetMissed
-from tutti.recipes import Recipe, Splits, digits, training
-from tutti.recipes.learning_rate import combined_rule, set_rate
+from tutti.recipes import Recipe, Splits, collate, digits, training
+from tutti.recipes.learning_rate import rule_of_batch, set_rate
 from tutti.recipes.training import TrainingConfig, train
 from tutti.simulation.runs.simulate import simulate
 from tutti.strategies import parse
 from tutti.strategies.parameter_server import SSP, Async, SoftSync, StalenessAware
-from tutti.strategies.rates import SAME_RATE, batch_rule
+from tutti.strategies.rates import SAME_RATE, LearningRateRule, batch_rule
 
 
 @pytest.mark.parametrize(
@@ -30,16 +31,16 @@ from tutti.strategies.rates import SAME_RATE, batch_rule
         ("onebit", 8, 1.0),
         ("ps:bsp", 8, 1.0),
         ("ps:ssp=0", 8, 1.0),
-        ("ps:ssp=1", 8, 1 / 2),
-        ("ps:ssp=3", 8, 1 / 4),
+        ("ps:ssp=1", 8, 1 / 4),
+        ("ps:ssp=3", 8, 1 / 16),
         ("ps:ssp=3", 1, 1.0),
-        ("poseidon:ssp=2", 8, 1 / 3),
+        ("poseidon:ssp=2", 8, 1 / 9),
         ("ps:async", 8, 1 / 8),
         ("ps:softsync=2", 8, 1 / 4),
         ("ps:softsync=8", 8, 1.0),
         ("ps:async,aware", 8, 7 / 8),
         ("ps:async,aware", 2, 1 / 2),
-        ("ps:ssp=3,aware", 8, 3 / 4),
+        ("ps:ssp=3,aware", 8, 3 / 16),
         ("averaging:every=16", 8, 1.0),
         ("bmuf:every=16", 8, 1 / 8),
         ("bmuf:momentum=0.5,lr=0.25", 8, 1.0),
@@ -53,17 +54,40 @@ def test_the_rule_of_a_strategy(text: str, workers: int, factor: float) -> None:
     rule = parse(text).learning_rate(workers)
     assert rule.factor == pytest.approx(factor)
     assert bool(rule.reason) == (factor != 1)
+    assert rule.synchronous_share == (0.5 if "ssp" in text and factor != 1 else 0)
 
 
-def test_stale_updates_take_the_place_of_momentum() -> None:
-    """Momentum gives way, as far as there is any, and the effective rate is 1/(staleness + 1)."""
-    rule = parse("ps:ssp=3").learning_rate(8)
-    assert rule.changed(0.1, 0.9) == pytest.approx((0.125, 0.5))
-    assert rule.changed(0.1, 0.5) == pytest.approx((0.05, 0.0))
-    assert rule.changed(0.1) == pytest.approx((0.025, 0.0))
-    for lr, momentum in ((0.1, 0.9), (0.1, 0.5), (0.1, 0.0)):
+@pytest.mark.parametrize(("text", "part"), [("ps:ssp=3", 16), ("peers:inbox=3", 4 * 8)])
+def test_stale_updates_take_the_place_of_momentum(text: str, part: int) -> None:
+    """Momentum gives way, as far as there is any, and the effective rate is divided."""
+    rule = parse(text).learning_rate(8)
+    for (lr, momentum), lower in (((0.1, 0.9), 0.5), ((0.1, 0.5), 0.0), ((0.1, 0.0), 0.0)):
         new_lr, new_momentum = rule.changed(lr, momentum)
-        assert new_lr / (1 - new_momentum) == pytest.approx(lr / (1 - momentum) / 4)
+        assert new_momentum == pytest.approx(lower)
+        assert new_lr / (1 - new_momentum) == pytest.approx(lr / (1 - momentum) / part)
+
+
+@pytest.mark.parametrize("text", ["ps:async", "ps:softsync=2", "ps:ssp=3"])
+def test_with_adam_gradients_that_servers_scale_down_take_nothing_from_a_rule(text: str) -> None:
+    """Its steps do not depend on the scale of gradients; those of SGD do."""
+    plain, aware = (parse(each).learning_rate(8) for each in (text, f"{text},aware"))
+    for kind in (torch.optim.Adam, torch.optim.RMSprop, torch.optim.SGD):
+        adaptive = kind is not torch.optim.SGD
+        used = []
+        for rule in (plain, aware):
+            optimizer = kind([nn.Parameter(torch.zeros(1))], lr=0.1)
+            rule.apply(optimizer)
+            used.append(rates(optimizer)[0])
+            assert rates(optimizer)[0] == rule.changed(0.1, adaptive=adaptive)[0]
+        assert (used[0] == pytest.approx(used[1])) == adaptive, kind
+
+
+def test_the_synchronous_share_in_steps() -> None:
+    assert parse("ps:ssp=3").learning_rate(8).synchronous_steps(101) == 50
+    assert parse("ps:ssp=3").learning_rate(1).synchronous_steps(101) == 0
+    assert parse("ps:async").learning_rate(8).synchronous_steps(101) == 0
+    combined = LearningRateRule(0.5, reason="Half.") & LearningRateRule(1 / 16, 5, 0, 0.5, 0.25, "Stale.")
+    assert combined == LearningRateRule(1 / 32, 5, 0, 0.5, 0.25, "Half. Stale.")
 
 
 def test_a_rule_is_applied_to_every_group_of_any_optimiser() -> None:
@@ -71,11 +95,11 @@ def test_a_rule_is_applied_to_every_group_of_any_optimiser() -> None:
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
     sgd = torch.optim.SGD([{"params": parameters[:1], "momentum": 0.9}, {"params": parameters[1:]}], lr=0.1)
     rule.apply(sgd)
-    assert [group["lr"] for group in sgd.param_groups] == pytest.approx([0.125, 0.025])
+    assert [group["lr"] for group in sgd.param_groups] == pytest.approx([0.03125, 0.00625])
     assert [group["momentum"] for group in sgd.param_groups] == pytest.approx([0.5, 0.0])
     adam = torch.optim.Adam(parameters, lr=0.1)
     rule.apply(adam)
-    assert (adam.param_groups[0]["lr"], adam.param_groups[0]["betas"]) == (pytest.approx(0.025), (0.9, 0.999))
+    assert (adam.param_groups[0]["lr"], adam.param_groups[0]["betas"]) == (pytest.approx(0.00625), (0.9, 0.999))
     assert "momentum" not in adam.param_groups[0]
 
 
@@ -97,27 +121,54 @@ def test_larger_batches_have_a_higher_rate_and_a_warm_up() -> None:
     assert batch_rule(16, 64, 900, adaptive=False).warmup_steps == 0
 
 
-def test_a_rate_is_set_on_all_groups_and_warmed_up() -> None:
-    def optimizer() -> torch.optim.SGD:
-        groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.1, 0.01)]
-        return torch.optim.SGD(groups)
+def two_groups(**options: float) -> torch.optim.SGD:
+    return torch.optim.SGD(
+        [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr, **options} for lr in (0.1, 0.01)], momentum=0.9
+    )
 
-    rule = combined_rule(parse("ps:ssp=1"), optimizer(), num_workers=2, batch_size=512, reference=64, steps=180)
-    assert (rule.factor, rule.warmup_steps) == (4.0, 10)
-    scaled = optimizer()
-    scheduler = set_rate(scaled, "auto", rule)
-    assert scheduler is not None
-    assert [group["lr"] for group in scaled.param_groups] == pytest.approx([0.1, 0.01]), "the warm-up starts here"
-    for _ in range(rule.warmup_steps):
-        scaled.step()
-        scheduler.step()
-    assert [group["lr"] for group in scaled.param_groups] == pytest.approx([0.4, 0.04])
-    given = optimizer()
-    assert set_rate(given, 0.05, rule) is None
-    assert [group["lr"] for group in given.param_groups] == pytest.approx([0.05, 0.005])
-    kept = optimizer()
-    assert set_rate(kept, None, rule) is None
-    assert [group["lr"] for group in kept.param_groups] == [0.1, 0.01]
+
+def rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def test_a_rate_is_set_on_all_groups_and_warmed_up() -> None:
+    scaled = two_groups()
+    batch = rule_of_batch(scaled, 512, 64, 180)
+    assert (batch.factor, batch.warmup_steps) == (8.0, 10)
+    schedule = set_rate(scaled, "auto", parse("ps:async").learning_rate(2), batch, 180)
+    assert schedule.synchronous_steps == 0
+    assert rates(scaled) == pytest.approx([0.05, 0.005]), "the warm-up starts here"
+    found = []
+    for step in range(12):
+        schedule.set(step)
+        found.append(rates(scaled)[0])
+    assert found == pytest.approx([0.05 * (1 + 0.7 * step) for step in range(10)] + [0.4, 0.4])
+    for lr, expected in ((0.05, [0.05, 0.005]), (None, [0.1, 0.01])):
+        given = two_groups()
+        schedule = set_rate(given, lr, parse("ps:ssp=3").learning_rate(2), batch, 180)
+        schedule.set(179)
+        assert rates(given) == pytest.approx(expected)
+        assert (schedule.synchronous_steps, given.param_groups[0]["momentum"]) == (0, 0.9)
+
+
+def test_a_start_has_the_rates_of_one_worker_and_the_rest_those_of_the_rule() -> None:
+    """In any order of steps: a run that continues from a checkpoint begins anywhere, with whatever rates that had."""
+    optimizer, rule = two_groups(), parse("ps:ssp=3").learning_rate(8)
+    schedule = set_rate(optimizer, "auto", rule, rule_of_batch(optimizer, 32, 64, 100), 100)
+    assert schedule.synchronous_steps == 50
+    for step, factor, momentum in ((0, 1, 0.9), (49, 1, 0.9), (99, 5 / 16, 0.5), (50, 5 / 16, 0.5), (10, 1, 0.9)):
+        optimizer.param_groups[0].update(lr=7.0, momentum=0.3)
+        schedule.set(step)
+        assert rates(optimizer) == pytest.approx([0.05 * factor, 0.005 * factor])
+        assert [group["momentum"] for group in optimizer.param_groups] == pytest.approx([momentum] * 2)
+
+
+def test_a_recipe_that_changes_its_rates_itself_may_do_so_where_no_rule_does() -> None:
+    optimizer = two_groups()
+    schedule = set_rate(optimizer, "auto", parse("ring").learning_rate(8), rule_of_batch(optimizer, 64, 64, 9), 9)
+    optimizer.param_groups[0]["lr"] = 7.0
+    schedule.set(3)
+    assert rates(optimizer) == [7.0, 0.01]
 
 
 @pytest.mark.parametrize(("lr", "used"), [(None, 0.1), ("auto", 0.05), (0.02, 0.02)])
@@ -131,14 +182,41 @@ def test_servers_use_the_rate_that_was_set(lr: float | None, used: float) -> Non
     torch.testing.assert_close(result.parameters, again.results[0].parameters)
 
 
-def test_servers_use_the_momentum_that_was_set() -> None:
-    """At the same learning rate, a lower momentum ends elsewhere."""
-    strategy = "ps:ssp=3,servers=1"
-    configs = [TrainingConfig(recipe="digits", strategy=strategy, epochs=1, lr=lr) for lr in (0.125, "auto")]
-    kept, lower = (simulate(train, config, workers=3).results[0] for config in configs)
-    assert (kept.lr, kept.momentum) == (0.125, 0.9)
-    assert (lower.lr, lower.momentum) == (pytest.approx(0.125), pytest.approx(0.5))
-    assert float(lower.parameters.norm()) < float(kept.parameters.norm())
+def test_a_run_that_starts_synchronously_is_that_of_a_script_with_the_same_rule() -> None:
+    """The script of docs/learning-rates.md, with the loop and the rates written by hand."""
+    config = TrainingConfig(recipe="digits", strategy="ps:ssp=3,servers=1", epochs=2, lr="auto")
+    result = simulate(train, config, workers=4).results[0]
+    assert (result.steps, result.synchronous_steps) == (44, 22)
+    assert (result.lr, result.momentum) == (pytest.approx(0.03125), pytest.approx(0.5))
+    staleness = result.strategy_metrics["staleness"]
+    assert staleness[0] >= 22
+    assert max(staleness) == 3
+
+    def script(rule: LearningRateRule) -> torch.Tensor:
+        torch.manual_seed(0)
+        tutti.init()
+        made = digits()
+        model, data = made.model(), made.data(None).train
+        optimizer = made.optimizer(model)
+        with tutti.distribute(model, optimizer, config.strategy) as job:
+            sampler = GlobalBatches(len(data), made.batch_size, 3, 0)
+            loader = DataLoader(data, batch_sampler=sampler, collate_fn=collate)
+            batches = tutti.shard(loader, world=job.world)
+            start = rule.synchronous_steps(44)
+            job.start_synchronously(start)
+            for epoch in batches.epochs(2):
+                for x, y in epoch:
+                    if job.steps == start:
+                        rule.apply(optimizer)
+                    made.loss(model(x), y).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    rule = parse("ps:ssp=3").learning_rate(3)
+    same, other = (simulate(script, each, workers=4).results[0] for each in (rule, replace(rule, momentum_factor=1.0)))
+    torch.testing.assert_close(result.parameters, same)
+    assert not torch.allclose(result.parameters, other, atol=1e-3), "servers use the momentum"
 
 
 def test_an_evaluation_leaves_steps_that_all_workers_take_together_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,35 +247,8 @@ def test_a_rate_that_does_not_fit_is_warned_of_and_a_missed_target_has_status_3(
     assert f"Try: {again}\n" in ended.err
     ended = call(*again.split()[1:])
     assert (ended.status, ended.err) == (0, ""), ended
-    assert "0.125, momentum 0.5 (auto)" in ended.out
-
-
-def _few_steps(strategy: str, agree: bool) -> torch.Tensor:
-    """Parameters after 12 steps of this rank, with `job.consensus` after each if the ranks are to agree."""
-    world = tutti.init()
-    torch.manual_seed(0)
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with tutti.distribute(model, optimizer, strategy=strategy, world=world) as job:
-        generator = torch.Generator().manual_seed(world.rank)
-        for _ in range(12):
-            model(torch.randn(8, 4, generator=generator)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if agree:
-                with job.consensus(optimizer=False):
-                    pass
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def test_stale_servers_start_synchronously_where_ranks_agree_after_each_step() -> None:
-    """As docs/learning-rates.md recommends for the first half of a training: the steps are those of `ps:bsp`."""
-    synchronous, agreeing, stale = (
-        simulate(_few_steps, *arguments, workers=4).results[0]
-        for arguments in (("ps:bsp", False), ("ps:ssp=3", True), ("ps:ssp=3", False))
-    )
-    torch.testing.assert_close(agreeing, synchronous)
-    assert not torch.allclose(stale, synchronous)
+    text = " ".join(ended.out.replace("│", "").split())
+    assert "0.0312, momentum 0.5 (auto, after 110 synchronous steps at the recipe's rate)" in text
 
 
 def test_fewer_epochs_miss_no_target(call: Call) -> None:
@@ -235,4 +286,6 @@ def test_bench_rates_quickly(call: Call, tmp_path: Path) -> None:
     runs = json.loads((tmp_path / "rates.json").read_text())["runs"]
     assert all(run["reached"] and run["epochs"] < digits().epochs for run in runs), "it ends when it is decided"
     assert [run["momentum"] for run in runs] == pytest.approx([0.5, 0.9, 0.9])
+    assert [run["synchronous_share"] for run in runs] == [0.5, 0, 0]
+    assert "0.0312, momentum 0.5 after 50%" in ended.out
     assert call("bench", "rates", "--quick", "--seeds", "2").status == 2

@@ -11,7 +11,6 @@ from typing import Any
 from tutti.cluster import PRESETS
 from tutti.errors import NonFiniteLoss, WorkerFailed
 from tutti.recipes import Recipe, recipe
-from tutti.recipes.learning_rate import combined_rule, set_rate
 from tutti.recipes.training import TrainingConfig, TrainingResult, train
 from tutti.simulation.runs.simulate import simulate
 from tutti.strategies import STRATEGIES, parse
@@ -42,6 +41,8 @@ class TargetRun:
     seed: int
     lr: float
     momentum: float | None
+    synchronous_share: float
+    """Share of the training, at its start, with synchronous steps at the recipe's rates: `lr` and `momentum` follow."""
     accuracy: float
     """Test accuracy at the end; NaN if the loss became infinite."""
     target: float
@@ -125,12 +126,9 @@ class _FirstReached:
             raise self._reached
 
 
-def _rate(trained: Recipe, config: TrainingConfig, workers: int) -> tuple[float, float | None]:
-    """Return the learning rate and the momentum of such a run, as `train` sets them."""
-    optimizer = trained.optimizer(trained.model())
-    size = trained.batch_size
-    rule = combined_rule(
-        parse(config.strategy), optimizer, num_workers=workers, batch_size=size, reference=size, steps=0
-    )
-    set_rate(optimizer, config.lr, rule)
-    return optimizer.param_groups[0]["lr"], optimizer.param_groups[0].get("momentum")
+def _rate(trained: Recipe, config: TrainingConfig, workers: int) -> tuple[float, float | None, float]:
+    """Return the learning rate and the momentum at the end of such a run, as `train` sets them, and when they begin."""
+    optimizer, rule = trained.optimizer(trained.model()), parse(config.strategy).learning_rate(workers)
+    rule.apply(optimizer)
+    group = optimizer.param_groups[0]
+    return group["lr"], group.get("momentum"), rule.synchronous_share

@@ -55,10 +55,12 @@ def training_progress(record: Path, console: Console, format_numbers: FormatNumb
 
 
 def describe_rate(summary: dict[str, Any]) -> str:
-    """The learning rate of a run; with the momentum where a rule may have changed that too."""
+    """The learning rate of a run's last step; with the momentum and its start where a rule may have changed those."""
     if summary["lr_option"] != "auto":
         return f"{summary['lr']:.3g}"
-    return f"{format_rate(summary['lr'], summary['momentum'])} (auto)"
+    start = summary["synchronous_steps"]
+    after = f", after {start:,} synchronous steps at the recipe's rate" if start else ""
+    return f"{format_rate(summary['lr'], summary['momentum'])} (auto{after})"
 
 
 def format_rate(lr: float, momentum: float | None) -> str:

@@ -83,6 +83,21 @@ class Job(CollectiveValues, JobCheckpoints, JobProgress, NotCopied):
         expect(self._replica, self._exchange, self.strategy, self.world, loss=loss, same_batches=same_batches)
         self._expected = {"loss": loss, "same_batches": same_batches}
 
+    def start_synchronously(self, num_steps: int) -> None:
+        """Take the first `num_steps` steps of the training as under `ps:bsp`; call it before the first one.
+
+        For parameter servers of bounded staleness (`ps:ssp`). Steps count from the start of the training, also in a run
+        that continues from a checkpoint. Every rank gives the same number; `LearningRateRule.synchronous_steps` has it.
+        """
+        if num_steps < 0:
+            raise ConfigError(f"job.start_synchronously needs 0 steps or more, got {num_steps}.")
+        if num_steps and self.strategy.synchronous_start is None:
+            raise ConfigError(
+                f"strategy '{self.strategy}' has no synchronous start; servers of bounded staleness have (ps:ssp=3). "
+                "Leave job.start_synchronously out."
+            )
+        self._replica.synchronous_steps = num_steps
+
     def watch(self, loss: Tensor) -> None:
         """Stop every rank, in this step's backward, if `loss` is not finite on this one."""
         # An error here alone would leave the others waiting, so it travels with this step's exchange.

@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from tutti.checkpoint.index import candidates
@@ -25,7 +24,7 @@ from tutti.job.metrics import Changes
 from tutti.launch import init
 from tutti.recipes import Recipe, collate, recipe
 from tutti.recipes.data import MapDataset
-from tutti.recipes.learning_rate import LearningRate, combined_rule, set_rate
+from tutti.recipes.learning_rate import LearningRate, RateSchedule, rule_of_batch, set_rate
 from tutti.recipes.progress_reports import ProgressReports
 from tutti.strategies import as_strategy
 from tutti.world import World
@@ -77,7 +76,9 @@ class TrainingResult:
     lr: float
     """Learning rate of the last step."""
     momentum: float | None
-    """Momentum of the optimiser; None if it has no such option."""
+    """Momentum of the optimiser in the last step; None if it has no such option."""
+    synchronous_steps: int
+    """Steps at the start that `lr="auto"` has made synchronous, at the rate and momentum of one worker."""
     samples: int
     """Samples that all ranks trained on."""
     seconds: float
@@ -111,24 +112,23 @@ def train(config: TrainingConfig) -> TrainingResult:
     splits = training_recipe.data(Path(config.data) if config.data else None)
     num_samples, epochs = len(splits.train), config.epochs or training_recipe.epochs
     evaluation = _Evaluation(training_recipe, model, splits.test, config.double)
-    warmup = _set_rate(optimizer, config, training_recipe, world, epochs * num_samples)
+    schedule = _set_rate(optimizer, config, training_recipe, world, num_samples)
     # 2. Training, with each rank's part of every global batch.
     with distribute(model, optimizer, config.strategy, world=world) as job:
         batches, steps_per_epoch = _batches(splits.train, config, training_recipe, job.world)
-        checkpoints = _Checkpoints(config, job, [part for part in (batches, warmup) if part is not None])
+        job.start_synchronously(schedule.synchronous_steps)
+        checkpoints = _Checkpoints(config, job, batches)
         reports = ProgressReports(job, epochs, steps_per_epoch, num_samples)
-        # The steps are those of the run that is continued.
-        steps_before, steps_s, loss, accuracy = job.steps, 0.0, torch.tensor(nan), nan
+        steps_before, steps_s, loss, accuracy = job.steps, 0.0, torch.tensor(nan), nan  # Also of a continued run.
         for epoch in batches.epochs(epochs):
             start_s = world.transport.now()
             for x, y in epoch:
+                schedule.set(job.steps)
                 loss = training_recipe.loss(model(_in_precision(x, config.double)), y)
                 job.watch(loss)  # Before backward, whose exchange stops all ranks if the loss is not finite.
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if warmup is not None:
-                    warmup.step()
                 reports.step(loss)
                 checkpoints.step()
             steps_s += world.transport.now() - start_s
@@ -151,6 +151,7 @@ def train(config: TrainingConfig) -> TrainingResult:
         steps=metrics.steps,
         lr=float(optimizer.param_groups[0]["lr"]),
         momentum=optimizer.param_groups[0].get("momentum"),
+        synchronous_steps=schedule.synchronous_steps,
         samples=round((batches.epoch - steps_before / steps_per_epoch) * num_samples),
         seconds=metrics.seconds,
         step_s=steps_s / max(1, metrics.steps - steps_before),
@@ -176,42 +177,38 @@ def _batches(
 class _Checkpoints:
     """Checkpoints of a run, if it is to have any."""
 
-    def __init__(self, config: TrainingConfig, job: Job, parts: list[Any]) -> None:
+    def __init__(self, config: TrainingConfig, job: Job, batches: ShardedLoader) -> None:
         """Continue from the newest one. Collective."""
-        self._config, self._job, self._parts = config, job, parts
+        self._config, self._job, self._batches = config, job, batches
         self._extra = {"config": {**asdict(config), "checkpoints": None}}
         # All ranks are on one machine, and see the same folder.
         if config.checkpoints is not None and candidates(Path(config.checkpoints)):
-            job.restore(config.checkpoints, *parts)
+            job.restore(config.checkpoints, batches)
 
     def step(self) -> None:
         """Write a checkpoint if one is due. Collective."""
         if self._config.checkpoints is not None:
             every = self._config.checkpoint_every
-            self._job.checkpoint(self._config.checkpoints, *self._parts, every=every, extra=self._extra)
+            self._job.checkpoint(self._config.checkpoints, self._batches, every=every, extra=self._extra)
 
     def end(self) -> None:
         """Write the last one. Collective."""
         if self._config.checkpoints is not None:
-            self._job.checkpoint(self._config.checkpoints, *self._parts, extra=self._extra)
+            self._job.checkpoint(self._config.checkpoints, self._batches, extra=self._extra)
 
 
 def _set_rate(
     optimizer: Optimizer, config: TrainingConfig, training_recipe: Recipe, world: World, num_samples: int
-) -> LRScheduler | None:
-    """Set the learning rate before the job starts, whose servers take it over; `num_samples` of all epochs."""
+) -> RateSchedule:
+    """Set the learning rate before the job starts, whose servers take it over; `num_samples` of an epoch."""
     strategy = world.strategy or as_strategy(config.strategy)  # As `distribute` chooses.
-    batch_size = config.batch_size or training_recipe.batch_size
-    rule = combined_rule(
-        strategy,
-        optimizer,
-        # Dedicated servers take no batch, so they do not count as workers; a single rank runs without servers.
-        num_workers=world.size - (strategy.num_dedicated_servers if world.size > 1 else 0),
-        batch_size=batch_size,
-        reference=training_recipe.batch_size,
-        steps=num_samples // batch_size,
-    )
-    return set_rate(optimizer, config.lr, rule)
+    # Dedicated servers take no batch, so they do not count as workers; a single rank runs without servers.
+    num_workers = world.size - (strategy.num_dedicated_servers if world.size > 1 else 0)
+    reference = training_recipe.batch_size
+    batch_size = config.batch_size or reference
+    num_steps = (config.epochs or training_recipe.epochs) * (num_samples // batch_size)  # As `GlobalBatches` cut them.
+    of_batch = rule_of_batch(optimizer, batch_size, reference, num_steps)
+    return set_rate(optimizer, config.lr, strategy.learning_rate(num_workers), of_batch, num_steps)
 
 
 def _in_precision(inputs: Tensor, double: bool) -> Tensor:

@@ -109,6 +109,8 @@ class Replica(ABC):
         """Whether `job.restore` loads the model and the optimiser, so that nobody else need notice."""
         self.steps = 0
         """Steps of the optimiser so far."""
+        self.synchronous_steps = 0
+        """Steps from the start of the training that are synchronous, if the strategy can (`synchronous_start`)."""
         self.compute_clock: GradientClock | None = None
         """Models the compute time in virtual time; None in real time."""
         self.loss_scaling: LossScaling | None = None

@@ -222,6 +222,11 @@ class Strategy(ABC):
         return True
 
     @property
+    def synchronous_start(self) -> "Strategy | None":
+        """The strategy whose steps this one takes first after `job.start_synchronously`; None if it cannot do that."""
+        return None
+
+    @property
     def needs_all_ranks(self) -> bool:
         """Whether every step waits for all ranks, so that no rank can be absent (`job.away()`) without a pause."""
         return self.synchronous

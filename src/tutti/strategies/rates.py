@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 @dataclass(frozen=True)
 class LearningRateRule:
-    """A factor for the learning rate, one for momentum, the steps over which a rate is reached, and the reason."""
+    """A factor for the learning rate, one for momentum, when they begin to hold, and the reason."""
 
     factor: float = 1.0
     """What the effective rate of one worker with the whole batch is multiplied by."""
@@ -22,6 +22,12 @@ class LearningRateRule:
     """What 1 - momentum is multiplied by, where the optimiser has a momentum; it does not fall below 0."""
     warmup_steps: int = 0
     """Steps in which a higher rate is reached, linearly from the old one."""
+    synchronous_share: float = 0.0
+    """Share of the training, at its start, in which steps are synchronous and the rate is that of one worker. The
+    factors hold from then on."""
+    gradient_scale: float = 1.0
+    """What the strategy itself multiplies gradients by. The steps of Adam and its relatives do not depend on the scale
+    of gradients, so that the learning rate takes this factor too."""
     reason: str = ""
     """One sentence with the source of the rule; empty if the rate stays as it is."""
 
@@ -29,7 +35,9 @@ class LearningRateRule:
         assert 0 < self.factor < inf, self
         assert 1 <= self.momentum_factor < inf, self
         assert self.warmup_steps >= 0, self
-        same = (self.factor, self.momentum_factor, self.warmup_steps) == (1.0, 1.0, 0)
+        assert 0 <= self.synchronous_share < 1, self
+        assert 0 < self.gradient_scale <= 1, self
+        same = (self.factor, self.momentum_factor, self.warmup_steps, self.synchronous_share) == (1.0, 1.0, 0, 0.0)
         assert self.reason or same, f"a rule needs a reason: {self}"
 
     def __and__(self, other: "LearningRateRule") -> "LearningRateRule":
@@ -38,29 +46,49 @@ class LearningRateRule:
             self.factor * other.factor,
             self.momentum_factor * other.momentum_factor,
             max(self.warmup_steps, other.warmup_steps),
+            max(self.synchronous_share, other.synchronous_share),
+            self.gradient_scale * other.gradient_scale,
             " ".join(reason for reason in (self.reason, other.reason) if reason),
         )
 
-    def changed(self, lr: float, momentum: float = 0.0) -> tuple[float, float]:
-        """Return the learning rate and the momentum to use in place of those of one worker."""
+    def synchronous_steps(self, num_steps: int) -> int:
+        """Return how many steps of a training of `num_steps` are synchronous, for `job.start_synchronously`."""
+        return int(self.synchronous_share * num_steps)
+
+    def changed(self, lr: float, momentum: float = 0.0, adaptive: bool = False) -> tuple[float, float]:
+        """Return the learning rate and the momentum to use in place of those of one worker.
+
+        `adaptive` says whether steps are those of Adam or a relative (`is_adaptive`).
+        """
+        factor = self.factor * (self.gradient_scale if adaptive else 1.0)
         lower = max(0.0, 1 - (1 - momentum) * self.momentum_factor)
         # Of the effective rate, momentum has taken its part: the rest is the learning rate's.
-        return lr * self.factor * (1 - lower) / (1 - momentum), lower
+        return lr * factor * (1 - lower) / (1 - momentum), lower
 
     def apply(self, optimizer: Optimizer) -> None:
-        """Change the learning rate and the momentum of every parameter group. Call it before `tutti.distribute`.
+        """Change the learning rate and the momentum of every parameter group, from the next step on.
+
+        Call it before `tutti.distribute`, or when as many steps as `synchronous_steps` are taken.
 
         The momentum of Adam and its relatives (`betas`) stays: their steps have the length lr whatever it is.
         """
         for group in optimizer.param_groups:
             momentum = group.get("momentum", 0.0)
-            group["lr"], lower = self.changed(group["lr"], momentum)
+            group["lr"], lower = self.changed(group["lr"], momentum, is_adaptive(optimizer))
             if momentum:
                 group["momentum"] = lower
 
 
+def is_adaptive(optimizer: Optimizer) -> bool:
+    """Whether an optimiser divides by the gradient's magnitude, as Adam does: its steps have the length lr."""
+    return "eps" in optimizer.defaults  # What it adds to a magnitude that it divides by; SGD has none.
+
+
 SAME_RATE = LearningRateRule()
 """The rate of one worker with the whole batch fits as it is."""
+
+_SYNCHRONOUS_SHARE = 1 / 2
+"""Share of the training with synchronous steps where those after it are stale. With 1/4, cifar-quick ends lower."""
 
 _WARMUP_EPOCHS = 5 / 90
 """Share of the training in which the rate of a larger batch is reached: 5 of 90 epochs in Goyal et al. (2017)."""
@@ -84,6 +112,28 @@ def momentum_rule(staleness: int, updates: str) -> LearningRateRule:
         staleness + 2,
         reason=f"{updates}, which acts as momentum does: 1 - momentum should be {staleness + 2} times as large, or "
         f"else the learning rate 1/{staleness + 1} (Mitliagkas et al. 2016).",
+    )
+
+
+def synchronous_start_rule(staleness: int, updates: str) -> LearningRateRule:
+    """Return the rule for steps as those of `momentum_rule`, where the training can start with synchronous ones.
+
+    Momentum 0.9 raises the largest stable rate of synchronous steps 19 times, and that of stale steps not at all. So a
+    model is trained at its own rate first. Afterwards the effective rate is divided by (s + 1)^2, as a schedule would
+    lower it then anyway: at 1/(s + 1) what was learned before is lost again (docs/learning-rates.md).
+
+    Args:
+        updates: the beginning of the reason, such as "Updates are up to 3 steps old".
+    """
+    if staleness == 0:
+        return SAME_RATE
+    num_parts = (staleness + 1) ** 2
+    return LearningRateRule(
+        1 / num_parts,
+        staleness + 2,
+        synchronous_share=_SYNCHRONOUS_SHARE,
+        reason=f"{updates}, which needs a synchronous start, and then 1/{num_parts} of the effective rate with "
+        f"{staleness + 2} times 1 - momentum (Dean et al. 2012, Mitliagkas et al. 2016).",
     )
 
 

@@ -71,20 +71,21 @@ def rates(
 def _table(runs: "list[TargetRun]", counts: list[int], cluster: str) -> Table:
     table = plain_table(f"Test accuracy at --lr auto, and the epoch that reached it, simulated on {cluster}")
     table.caption = (
-        "the slowest seed; ✗ seeds below the recipe's target; rate: learning rate (and momentum) with the most workers"
+        "the slowest seed; ✗ seeds below the recipe's target; rate: learning rate (and momentum) with the most "
+        "workers, after a share of the training with synchronous steps at the recipe's rate"
     )
     table.add_column("recipe (target)")
     table.add_column("strategy")
     for count in counts:
         table.add_column(f"{count} workers", justify="right", no_wrap=True)
-    table.add_column("rate", justify="right", no_wrap=True)
+    table.add_column("rate", justify="right")
     for (recipe, strategy), group in groupby(runs, key=lambda run: (run.recipe, run.strategy)):
         of_row = list(group)
         cells = [_cell([run for run in of_row if run.workers == count]) for count in counts]
         last = of_row[-1]
-        table.add_row(
-            f"{recipe} ({last.target:.0%})", StrategyCell(strategy), *cells, format_rate(last.lr, last.momentum)
-        )
+        start = f" after {last.synchronous_share:.0%}" if last.synchronous_share else ""
+        rate = format_rate(last.lr, last.momentum) + start
+        table.add_row(f"{recipe} ({last.target:.0%})", StrategyCell(strategy), *cells, rate)
     return table
 
 

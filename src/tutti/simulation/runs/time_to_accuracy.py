@@ -7,11 +7,12 @@ real data. Exact strategies all learn the same, so they are trained once, by one
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf, isfinite, nan
-from typing import Any
+from typing import Any, NamedTuple
 
 from tutti.cluster import Cluster, Compute
 from tutti.errors import WorkerFailed
 from tutti.plan import Plan, Prediction, Profile
+from tutti.plan.prediction import price
 from tutti.recipes.training import TrainingConfig, TrainingResult, train
 from tutti.simulation.runs.simulate import simulate
 from tutti.strategies import Strategy
@@ -27,7 +28,8 @@ class TimeToAccuracy:
     accuracy: float
     """The best accuracy of any epoch."""
     seconds: float
-    """Time of these epochs at the predicted speed; infinite where the accuracy was not reached."""
+    """Time of these epochs at the predicted speed, that of a synchronous start included; infinite where the accuracy
+    was not reached."""
 
     def as_dict(self) -> dict[str, Any]:
         numbers = {key: getattr(self, key) for key in ("epochs", "accuracy", "seconds")}
@@ -56,16 +58,12 @@ def time_to_accuracy(
         log(f"training with {'one worker, as all exact strategies do' if prediction.exact else strategy}")
         if prediction.exact:
             # No cluster: with one worker there is nothing to send, and only the number of epochs is of interest.
-            epochs, accuracy, samples = _trained(replace(task, strategy="native"), 1, Cluster(compute=computing))
+            trained = _trained(replace(task, strategy="native"), 1, Cluster(compute=computing))
         else:
-            epochs, accuracy, samples = _trained(replace(task, strategy=str(strategy)), _ranks(strategy, plan), timed)
+            trained = _trained(replace(task, strategy=str(strategy)), _ranks(strategy, plan), timed)
+        seconds = trained.seconds(prediction, _start(prediction, plan, profile, cluster))
         results.append(
-            TimeToAccuracy(
-                prediction=prediction,
-                epochs=epochs,
-                accuracy=accuracy,
-                seconds=epochs * samples / prediction.samples_per_s if epochs < inf else inf,
-            )
+            TimeToAccuracy(prediction=prediction, epochs=trained.epochs, accuracy=trained.accuracy, seconds=seconds)
         )
     return sorted(results, key=lambda result: (result.seconds, -result.accuracy))
 
@@ -82,8 +80,38 @@ def _ranks(strategy: Strategy, plan: Plan) -> int:
     return plan.workers + (strategy.num_dedicated_servers if plan.workers > 1 else 0)
 
 
-def _trained(task: TrainingConfig, ranks: int, cluster: Cluster) -> tuple[float, float, float]:
-    """Return the epochs until the accuracy, the best accuracy, and the samples of an epoch."""
+def _start(prediction: Prediction, plan: Plan, profile: Profile, cluster: Cluster) -> Prediction:
+    """Return the prediction of the steps that the training starts with: others, if it starts synchronously."""
+    strategy = prediction.strategy.synchronous_start
+    if strategy is None:
+        return prediction
+    planned = next((other for other in plan.predictions if other.strategy == strategy), None)
+    start = planned or price(strategy, profile, plan.workers, cluster)
+    return replace(start, total_samples=prediction.total_samples)
+
+
+class _Trained(NamedTuple):
+    """The result of one training run."""
+
+    epochs: float
+    """Epochs until the accuracy was reached; infinite where it was not."""
+    accuracy: float
+    """The best accuracy of any epoch."""
+    samples: float
+    """Samples of an epoch."""
+    synchronous_epochs: float
+    """Epochs at the start with synchronous steps."""
+
+    def seconds(self, prediction: Prediction, start: Prediction) -> float:
+        """Return the time until the accuracy: of synchronous epochs at the speed of `start`, then of `prediction`."""
+        if self.epochs == inf:
+            return inf
+        first = min(self.epochs, self.synchronous_epochs)
+        return self.samples * (first / start.samples_per_s + (self.epochs - first) / prediction.samples_per_s)
+
+
+def _trained(task: TrainingConfig, ranks: int, cluster: Cluster) -> _Trained:
+    """Train until the accuracy, or for all epochs."""
     assert task.until is not None
     tested: list[tuple[float, float]] = []
 
@@ -96,8 +124,10 @@ def _trained(task: TrainingConfig, ranks: int, cluster: Cluster) -> tuple[float,
     except WorkerFailed as failure:
         if "NonFiniteLoss" not in failure.reason:
             raise
-        return inf, nan, nan  # It diverged, which is a result and no failure.
+        return _Trained(inf, nan, nan, nan)  # It diverged, which is a result and no failure.
     outcome = next(result for result in outcomes if isinstance(result, TrainingResult))  # Servers return none.
     epochs = next((epoch for epoch, accuracy in tested if accuracy >= task.until), inf)
-    samples_per_epoch = outcome.samples / max(epoch for epoch, _ in tested)
-    return epochs, max(accuracy for _, accuracy in tested), samples_per_epoch
+    num_epochs = max(epoch for epoch, _ in tested)
+    synchronous_epochs = outcome.synchronous_steps * num_epochs / outcome.steps
+    accuracy = max(accuracy for _, accuracy in tested)
+    return _Trained(epochs, accuracy, outcome.samples / num_epochs, synchronous_epochs)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tutti.errors import ConfigError
-from tutti.strategies.rates import SAME_RATE, LearningRateRule, momentum_rule, stale_rule
+from tutti.strategies.rates import SAME_RATE, LearningRateRule, stale_rule, synchronous_start_rule
 
 
 class Consistency(ABC):
@@ -88,7 +88,7 @@ class SSP(Consistency):
     def learning_rate(self, num_workers: int) -> LearningRateRule:
         if num_workers == 1:
             return SAME_RATE
-        return momentum_rule(
+        return synchronous_start_rule(
             self.staleness, f"Under '{self}' updates are computed from parameters up to {self.staleness} steps old"
         )
 
@@ -216,13 +216,17 @@ class StalenessAware(Consistency):
             return rule
         if self.bound is not None:
             # Servers divide the oldest update by the bound themselves.
-            return replace(rule, factor=rule.factor * max(1, self.bound))
+            by_servers = float(max(1, self.bound))
+            return replace(rule, factor=rule.factor * by_servers, gradient_scale=1 / by_servers)
         # Of N steps for each of one worker, an update is N - 1 old, and 1 / (N - 1) is what servers scale it by.
         num_steps = 1 / rule.factor
+        by_servers = max(1.0, num_steps - 1)
         return LearningRateRule(
-            max(1.0, num_steps - 1) / num_steps,
+            by_servers / num_steps,
+            gradient_scale=1 / by_servers,
             reason=f"Under '{self}' {num_workers} workers take {num_steps:g} steps where one worker takes one, and "
-            f"servers account for {max(1.0, num_steps - 1):g} of them (Zhang et al. 2016).",
+            f"servers account for {by_servers:g} of them (Zhang et al. 2016), but not with Adam, whose steps do not "
+            "depend on the scale of gradients.",
         )
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
 """The `ParameterServer` strategy, and its text at the command line (`ps:ssp=3,servers=1+onebit`)."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tutti.codecs import Codec, ErrorFeedback, OneBit, print_codec
@@ -138,6 +138,10 @@ class ParameterServer(Strategy):
 
     def learning_rate(self, num_workers: int) -> LearningRateRule:
         return self.consistency.learning_rate(num_workers)
+
+    @property
+    def synchronous_start(self) -> "ParameterServer | None":
+        return replace(self, consistency=BSP()) if self.consistency.bound else None
 
     @property
     def steps_by_mean_gradient(self) -> bool:

@@ -98,6 +98,10 @@ class Poseidon(Strategy):
         return super().learning_rate(num_workers) if self.servers is None else self.servers.learning_rate(num_workers)
 
     @property
+    def synchronous_start(self) -> Strategy | None:
+        return None if self.servers is None else self.servers.synchronous_start
+
+    @property
     def steps_by_mean_gradient(self) -> bool:
         return self.servers is None or self.servers.steps_by_mean_gradient
 

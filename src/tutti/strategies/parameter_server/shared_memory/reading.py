@@ -5,7 +5,8 @@ How it works
 Under a clocked consistency of staleness s, a worker at clock c waits in two stages: first until every member has pushed
 c - s updates, then until every shard of the bucket has version c - s. Between the stages it takes due steps itself, so
 the second wait is only for a worker that is already stepping. Under a counting consistency it waits until its own last
-update is applied. Under `Async(locks=True)` it has applied that itself, and never waits.
+update is applied. Under `Async(locks=True)` it has applied that itself, and never waits. While the training starts
+synchronously, s is 0 (`staleness_bound`).
 
 The first wait is ended by the members' pushes; the second by the lock holder. `WorkerRegistry.wait` looks every 0.2 s
 for lost workers: a lost member is a member no more, and a lost holder's lock is taken over
@@ -24,6 +25,7 @@ from tutti.events import PULL, Event
 from tutti.strategies.parameter_server.shared_memory.context import SharedMemoryContext, applies_own_updates
 from tutti.strategies.parameter_server.shared_memory.stepping import Stepper
 from tutti.strategies.parameter_server.shared_memory.worker_registry import Awaited
+from tutti.strategies.parameter_server.staleness_bound import staleness_bound
 
 
 class ParameterReader:
@@ -54,7 +56,7 @@ class ParameterReader:
             return None
         context, counters, flags = self._context, self._counters, self._counters.flags
         shards = [shard.index for shard in context.parameters.by_bucket[bucket_index]]
-        clock, bound = context.buckets[bucket_index].clock, context.consistency.bound
+        clock, bound = context.buckets[bucket_index].clock, staleness_bound(context.consistency, context.replica)
         if bound is None:
             # Counting: this worker's updates must be in every shard of the bucket.
             num_applied = counters.num_applied[shards, context.rank]

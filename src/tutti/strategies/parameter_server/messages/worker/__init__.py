@@ -16,7 +16,7 @@ Parts, and what each of them writes:
 Under a clocked consistency of staleness s, a push of clock c asks for version c + 1 - s if the model holds an older
 one, and for one more if it holds exactly that. At most one pull per shard is pending. The training thread waits for it
 when the model's version is below clock - s. Under a counting consistency every push asks for a pull, and every
-iteration waits for it.
+iteration waits for it. While the training starts synchronously, s is 0 (`staleness_bound`).
 
 Waits: for a pull, see `puller.py`. At a barrier, until all living workers are there (servers send `KEEP_ALIVE`
 meanwhile). At the end, until the server of the same rank has served its last worker, without a deadline. The loss of

@@ -20,6 +20,7 @@ from tutti.strategies.parameter_server.messages.wire import ReplyHeader, ReplySt
 from tutti.strategies.parameter_server.messages.worker.context import WorkerContext
 from tutti.strategies.parameter_server.messages.worker.requests import RequestSender
 from tutti.strategies.parameter_server.messages.worker.shard import WorkerShard
+from tutti.strategies.parameter_server.staleness_bound import staleness_bound
 from tutti.transports.base import Operation
 
 
@@ -68,7 +69,8 @@ class ShardPuller:
         """Wait for a shard's pending pull and load it, if the next iteration needs it or `force` is set."""
         if shard.pending_pull is None:
             return
-        bound, start_s = self._context.config.consistency.bound, self._transport.now()
+        bound = staleness_bound(self._context.config.consistency, self._context.replica)
+        start_s = self._transport.now()
         # Fresh enough for the iteration of this clock: the pull may go on in the background.
         if bound is not None and not force and shard.version >= shard.clock - bound:
             return

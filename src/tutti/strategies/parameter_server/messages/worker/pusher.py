@@ -14,6 +14,7 @@ from tutti.strategies.parameter_server.messages.worker.puller import ShardPuller
 from tutti.strategies.parameter_server.messages.worker.requests import RequestSender
 from tutti.strategies.parameter_server.messages.worker.shard import WorkerShard
 from tutti.strategies.parameter_server.shards import ParameterShard
+from tutti.strategies.parameter_server.staleness_bound import staleness_bound
 from tutti.strategies.parameter_server.sufficient_factors import concatenate, matrix_shapes, pack
 from tutti.strategies.parameter_server.worker import gradient_flags
 from tutti.transports.base import Operation
@@ -96,7 +97,7 @@ class ShardPusher:
         asked for, as the iteration after will need it: the pull then overlaps a whole iteration.
         """
         consistency = self._config.consistency
-        bound = consistency.bound
+        bound = staleness_bound(consistency, self._replica)
         if bound is None:
             # Counting: the server replies when this push is in a version, whatever its number.
             return 0

@@ -1,0 +1,199 @@
+"""`job.start_synchronously`: under bounded staleness, the first steps are those of one worker, by every path."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support import run_ok, run_threads
+from tutti.errors import ConfigError
+from tutti.job import distribute
+from tutti.strategies import parse
+from tutti.world import World
+
+SIZE = 3
+PATHS = [
+    ("ps:ssp=3", "shared_memory"),
+    ("ps:ssp=3", "sockets"),
+    ("ps:ssp=3", "simulated"),
+    ("ps:ssp=2,eager,bucket_bytes=300", "simulated"),
+    ("ps:ssp=2,overlap=0", "shared_memory"),
+    ("ps:ssp=2,clip=0.1", "shared_memory"),
+    ("ps:ssp=2,servers=1,clip=0.1", "sockets"),
+    ("poseidon:ssp=2", "simulated"),
+]
+"""Strategies and transports: by messages or in shared memory, pulls of both kinds, shards apart and joint."""
+
+
+def net() -> nn.Sequential:
+    """The same every time, whatever other ranks draw meanwhile."""
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)).double()
+    with torch.no_grad():
+        for number, p in enumerate(model.parameters()):
+            p.copy_(torch.sin(7.0 * torch.arange(p.numel(), dtype=torch.float64) + number).view_as(p))
+    return model
+
+
+def whole_batch(step: int) -> Tensor:
+    return torch.randn(4 * SIZE, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def values(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+
+
+def alone(steps: int, clip: float | None = None) -> Tensor:
+    """Plain PyTorch on whole batches; from step 4 on with other rates, as a schedule sets them."""
+    model = net()
+    optimizer = sgd(model)
+    for number in range(steps):
+        if number == 4:
+            slower(optimizer)
+        model(whole_batch(number)).square().mean().backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def slower(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group.update(lr=0.02, momentum=0.5)
+
+
+def trained(
+    world: World, strategy: str, steps: list[int], start: int, saved: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """What a rank holds after its steps, and the staleness of its updates; from step 4 on with other rates."""
+    model = net()
+    optimizer = sgd(model)
+    if saved is not None:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    job = distribute(model, optimizer, strategy, world=world)
+    job.start_synchronously(start)
+    if saved is not None:
+        job.load_state_dict(saved["job"])
+    for number in range(job.steps, steps[job.world.rank]):
+        if number == 4:
+            slower(optimizer)
+        step(model, optimizer, whole_batch(number).tensor_split(SIZE)[job.world.rank])
+    state = job.state_dict()
+    with job.consensus():
+        state = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "job": state})
+    metrics = job.metrics.strategy
+    job.finish()
+    return {"values": values(model), "staleness": metrics["staleness"], "saved": state}
+
+
+def size_of(strategy: str) -> int:
+    return SIZE + parse(strategy).num_dedicated_servers
+
+
+@pytest.mark.parametrize(("strategy", "transport"), PATHS)
+def test_the_steps_of_the_start_are_those_of_one_worker(strategy: str, transport: str) -> None:
+    """With rates that change during it."""
+    found = run_ok(trained, strategy, [8] * SIZE, 8, size=size_of(strategy), transport=transport)[:SIZE]
+    clip = 0.1 if "clip" in strategy else None
+    for rank in found:
+        torch.testing.assert_close(rank["values"], alone(8, clip), rtol=1e-9, atol=1e-12)
+        assert rank["staleness"] == {0: 8}
+
+
+@pytest.mark.parametrize(("strategy", "transport"), [case for case in PATHS if case[1] == "simulated"])
+def test_after_the_start_updates_are_as_stale_as_the_strategy_allows(strategy: str, transport: str) -> None:
+    bound = parse(strategy).servers.consistency.bound if "poseidon" in strategy else parse(strategy).consistency.bound
+    stale, started = (
+        run_ok(trained, strategy, [16] * SIZE, start, size=size_of(strategy), transport=transport) for start in (0, 8)
+    )
+    assert all(max(rank["staleness"]) == bound for rank in (*stale, *started))
+    assert all(rank["staleness"][0] >= 8 for rank in started)
+    assert all(rank["staleness"].get(0, 0) < 8 for rank in stale)
+
+
+@pytest.mark.parametrize(("strategy", "transport"), PATHS)
+@pytest.mark.parametrize("start", [3, 8], ids=["after the start", "during the start"])
+def test_a_run_continues_in_either_part(strategy: str, transport: str, start: int) -> None:
+    """A run that was saved after 5 steps: its start is over, or goes on for 3 more."""
+    size = size_of(strategy)
+    first = run_ok(trained, strategy, [5] * SIZE, 5, size=size, transport=transport)
+    rest = run_ok(trained, strategy, [9] * SIZE, start, first[0]["saved"], size=size, transport=transport)[:SIZE]
+    if start == 3:
+        assert all(sum(rank["staleness"].values()) == 4 for rank in rest)
+        assert transport != "simulated" or all(max(rank["staleness"]) > 0 for rank in rest)
+        return
+    again = run_ok(trained, strategy, [8] * SIZE, 8, first[0]["saved"], size=size, transport=transport)[:SIZE]
+    clip = 0.1 if "clip" in strategy else None
+    assert all(rank["staleness"][0] >= 3 for rank in rest)
+    for rank in again:
+        assert rank["staleness"] == {0: 3}
+        torch.testing.assert_close(rank["values"], alone(8, clip), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("strategy", "transport"), PATHS)
+def test_workers_may_have_different_numbers_of_steps_left(strategy: str, transport: str) -> None:
+    """Some end during the start, some after it: the others go on, and all end with the same parameters."""
+    found = run_ok(trained, strategy, [4, 7, 12], 6, size=size_of(strategy), transport=transport)[:SIZE]
+    assert [sum(rank["staleness"].values()) for rank in found] == [4, 7, 12]
+    assert found[0]["staleness"] == {0: 4}
+    assert all(torch.equal(rank["values"], found[0]["values"]) for rank in found)
+
+
+@pytest.mark.parametrize(("strategy", "transport"), [("ps:ssp=3", "shared_memory"), ("ps:ssp=3,servers=1", "sockets")])
+def test_the_others_go_on_when_a_worker_is_lost_during_the_start(strategy: str, transport: str) -> None:
+    def train(world: World) -> Tensor:
+        model = net()
+        optimizer = sgd(model)
+        job = distribute(model, optimizer, strategy, world=world)
+        job.start_synchronously(6)
+        for number in range(8):
+            if number == 3 and job.world.rank == 1:
+                world.close()
+                raise KeyError("this worker fails")
+            step(model, optimizer, whole_batch(number).tensor_split(SIZE)[job.world.rank])
+        job.finish()
+        return values(model)
+
+    found = run_threads(train, size=size_of(strategy), transport=transport)[:SIZE]
+    assert isinstance(found[1], KeyError)
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("strategy", ["native", "ps:bsp", "ps:ssp=0", "ps:async", "averaging:every=2", "peers"])
+def test_refused_where_no_step_is_stale_by_a_bound(strategy: str) -> None:
+    def start(world: World) -> None:
+        model = net()
+        job = distribute(model, sgd(model), strategy, world=world)
+        job.start_synchronously(0)
+        try:
+            job.start_synchronously(3)
+        finally:
+            job.finish()
+
+    for error in run_threads(start, size=2, transport="simulated"):
+        assert isinstance(error, ConfigError), error
+        assert f"strategy '{strategy}' has no synchronous start" in str(error)
+
+
+def test_refused_with_a_negative_number() -> None:
+    def start(world: World) -> None:
+        model = net()
+        with distribute(model, sgd(model), "ps:ssp=1", world=world) as job:
+            job.start_synchronously(-1)
+
+    for error in run_threads(start, size=2, transport="simulated"):
+        assert isinstance(error, ConfigError), error
+        assert "0 steps or more, got -1" in str(error)
