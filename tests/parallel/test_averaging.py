@@ -592,6 +592,30 @@ def test_a_rank_that_fails_is_named(transport: str, overlap: bool) -> None:
     assert time.monotonic() - started < 10
 
 
+@pytest.mark.parametrize("call", ["consensus", "state_dict"])
+@pytest.mark.parametrize(("every", "overlap"), [(3, False), (5, False), (3, True)])
+def test_a_loss_in_a_collective_call_counts_no_step_twice(call: str, every: int, overlap: bool) -> None:
+    """After 4 steps: in the middle of a block, at the first step of one, and while an exchange is pending."""
+
+    def failing(world: World) -> Any:
+        model = Net()
+        optimizer = optimizer_of(model)
+        job = distribute(model, optimizer, Averaging(every, overlap=overlap), world=world)
+        for step in range(4):
+            if world.rank == 1 and step == every - 1 and overlap:
+                raise ValueError("on purpose")
+            step_on(model, optimizer, batch(world.rank, step))
+        if world.rank == 1:
+            raise ValueError("on purpose")
+        with pytest.raises(RankLost):
+            getattr(job._exchange, call)()
+        return job._exchange.state_after_loss()["block"]["ranks"].value
+
+    own, _ = run_threads(failing, size=2, transport="sockets")
+    num_steps = 4 if overlap else 4 % every
+    assert (own["steps"], own["weight"]) == (num_steps, 8 * num_steps)
+
+
 def test_ranks_that_come_together_for_different_things_are_told() -> None:
     def apart(world: World) -> None:
         model = Net()

@@ -412,7 +412,7 @@ def test_a_state_has_a_few_bytes() -> None:
 def test_few_batches_wait_however_long_no_state_is_asked_for(world: World) -> None:
     data = made(world, num_samples=400)
     for _ in data:
-        assert len(data._cursor._pending) <= 2
+        assert len(data._cursor.committed._pending) <= 2
         step(world)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from hypothesis import given, settings
@@ -207,3 +208,22 @@ def test_a_trail_goes_on_as_before_and_is_short() -> None:
         trail.add(number, (number // 100, 2 * (number % 100)))
     assert trail.after(1003) == (9, 206)
     assert len(trail.export()) == 10
+
+
+def test_a_trail_of_irregular_steps_keeps_the_newest_only() -> None:
+    trail, position = Trail((0, 0)), 0
+    for number in range(1, 10_000):
+        position += 1 + number * number % 7
+        trail.add(number, (0, position))
+    assert len(trail._runs) == len(trail.export()) <= 64
+    assert trail.after(9_999) == (0, position)
+    assert trail.after(1) == trail._runs[0].position(0), "no sample of a rank that is far behind is used twice"
+
+
+def test_a_world_whose_ranks_stay_the_same_keeps_no_trail() -> None:
+    (world,) = worlds(1)
+    data: Any = tutti.shard(TensorDataset(torch.arange(9)), world=world)
+    with patch.object(Trail, "add", side_effect=AssertionError):
+        for _ in data:
+            step(world)
+    assert data._cursor.position == (1, 0)

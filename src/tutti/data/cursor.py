@@ -10,10 +10,10 @@ afterwards. What a DataLoader has prefetched, and items whose gradients still ac
 takes steps where no model is distributed, or gradients are disabled: there an item is committed when it is given out.
 
 So there are two positions. The loop's is the epoch that is iterated over and the items given out in it. The committed
-one follows it, at the next step: `_pending` has what is between them, as the position that each item leads to. The end
-of an epoch, which the loop notices after the last item, is one more entry: the committed position leaves an epoch only
-when all its items are committed. An epoch whose loop is left early stays the position until the next loop, or
-`set_epoch`, gives up the rest of it.
+one follows it, at the next step: `CommittedPosition` has what is between them, as the position that each item leads to.
+The end of an epoch, which the loop notices after the last item, is one more entry: the committed position leaves an
+epoch only when all its items are committed. An epoch whose loop is left early stays the position until the next loop,
+or `set_epoch`, gives up the rest of it.
 
 The committed position of a rank is a pair: its epoch, and the committed items of its column. Under synchronous
 strategies all ranks have the same pair; under asynchronous ones they may be apart, by epochs too. The pairs of all
@@ -38,16 +38,15 @@ changed last: from it follows how far a lost rank was, of which the others know 
 Only the thread of the training loop writes a cursor. Nothing here waits but `state_dict`, a collective call.
 """
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
 
+from tutti.data.committed import CommittedPosition
 from tutti.data.saved_position import SavedPosition
 from tutti.data.stages import Stage
-from tutti.data.trail import Trail
 from tutti.world import World
 
 Keep = Literal["global", "local"]
@@ -84,26 +83,18 @@ class Cursor:
         """Number of the epoch whose items are given out, or come next."""
         self.loop_epoch = 0
         """Number of the epoch as loops count: `epoch`, or a later one while something is left of earlier epochs."""
-        self._committed = (0, 0)
-        """Epoch, and number of items that are committed in it."""
-        self._pending: deque[tuple[int, int, int]] = deque()
-        """Number of a batch among all that the world gave out, and the position once that batch is committed."""
+        self.committed = CommittedPosition(world)
         self._iteration: Iteration | None = None
         """The loop under way."""
         self._worker_seeds: dict[int, int] = {}
         """Seeds of DataLoader workers in epochs that have begun."""
         self.num_regroupings = 0
         """How often the ranks have changed: a loop that began before gives out nothing more."""
-        self.agreed = (0, 0)
-        """The committed position at the last moment when what all ranks had done was in the model of each."""
-        self._trail = Trail(self._committed)
-        self._first_step = world.sample_counts.num_steps
-        """Steps of this process before those of the trail."""
 
     def start(self) -> Iteration:
         """Start a loop. If the one before was left before its end, the rest of its epoch is given up."""
         if self._iteration is not None:
-            self._go_to(self.loop_epoch + 1)
+            self._go_to(self.loop_epoch + 1, 0)
         epoch, num_items = self.position
         first = num_items if epoch == self.epoch else 0
         self._iteration = Iteration(self.epoch, first, first)
@@ -128,11 +119,11 @@ class Cursor:
         iteration.num_given_out += 1
         if iteration is not self._iteration:
             return  # Another loop over the same data has begun since.
-        self._commit()  # Here too, so that those that wait are few, however long no state is asked for.
+        self.committed.update()  # Here too, so that those that wait are few, however long no state is asked for.
         counts = self.world.sample_counts
         # 0 where no step will follow: the item is committed as soon as those before it are.
         number = counts.num_batches if torch.is_grad_enabled() and counts.distributed else 0
-        self._pending.append((number, iteration.epoch, iteration.num_given_out))
+        self.committed.follow(number, (iteration.epoch, iteration.num_given_out))
 
     def end(self, iteration: Iteration) -> None:
         """Record that a loop came to the end of its epoch: the next one follows."""
@@ -140,37 +131,22 @@ class Cursor:
             self.epoch += 1
             self.loop_epoch = max(self.loop_epoch, self.epoch)
             self._iteration = None
-            number = self._pending[-1][0] if self._pending else 0
-            self._pending.append((number, self.epoch, 0))
-
-    def _commit(self) -> None:
-        pending, num_committed = self._pending, self.world.sample_counts.num_committed
-        while pending and pending[0][0] <= num_committed:
-            _, epoch, num_items = pending.popleft()
-            self._committed = (epoch, num_items)
-        self._trail.add(self.world.sample_counts.num_steps - self._first_step, self._committed)
+            self.committed.follow(None, (self.epoch, 0))
 
     @property
     def position(self) -> tuple[int, int]:
         """Epoch of this rank, and the items of it that are committed."""
-        self._commit()
-        return self._committed
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether all that was given out is committed."""
-        self._commit()
-        return not self._pending
+        return self.committed.position
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; the one that comes next anyway keeps its position."""
         if epoch != self.loop_epoch or self._iteration is not None:
-            self._go_to(epoch)
+            self._go_to(epoch, 0)
 
-    def _go_to(self, epoch: int) -> None:
-        self.epoch, self.loop_epoch, self._committed = epoch, epoch, (epoch, 0)
+    def _go_to(self, epoch: int, num_items: int) -> None:
+        self.epoch = self.loop_epoch = epoch
+        self.committed.go_to((epoch, num_items))
         self._iteration = None
-        self._pending.clear()
         self._worker_seeds.clear()
 
     def worker_seed(self, draw: Callable[[], int]) -> int:
@@ -201,15 +177,8 @@ class Cursor:
 
     def changed(self) -> None:
         """The position is one that was agreed on when ranks changed: loops that are under way continue from it."""
-        self.agreed = self._committed
-        self._trail, self._first_step = Trail(self._committed, self._trail), self.world.sample_counts.num_steps
+        self.committed.ranks_changed()
         self.num_regroupings += 1
-
-    @property
-    def trail(self) -> Trail:
-        """The positions of this rank after each of its steps since ranks have changed."""
-        self._commit()
-        return self._trail
 
     def export(self) -> dict[str, Any]:
         """Return the position as a state that a new rank of this world can load."""
@@ -279,8 +248,7 @@ class Cursor:
             self.stages += (Stage(self.num_parts, epochs, num_items),)
             self.num_parts = self.world.size
             position = (min(epochs), 0)
-        self._go_to(position[0])
-        self._committed = position
+        self._go_to(*position)
         return position
 
 

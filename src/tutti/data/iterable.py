@@ -50,12 +50,12 @@ class ShardedIterable(ShardedData):
             places = best_places([place for place in values.values() if place], positions, cursor.stages, num_ranks)
             return {"places": [list(place) for place in places]}
 
-        place = self._stream.place(cursor.position[0], cursor.is_settled)
+        place = self._stream.place(cursor.position[0], cursor.committed.is_settled)
         return cursor.state_dict(place, merge)
 
     def export(self) -> dict[str, Any]:
         """Return the position as a state that a new rank of this world can load. Not collective."""
-        place = self._stream.place(self._cursor.position[0], self._cursor.is_settled)
+        place = self._stream.place(self._cursor.position[0], self._cursor.committed.is_settled)
         return {**super().export(), "places": [] if place is None else [list(place)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -128,7 +128,7 @@ class ShardedData(ABC):
     @property
     def trail(self) -> list[list[int]]:
         """The positions of this rank after each of its steps since ranks have changed (`Trail.export`)."""
-        return self._cursor.trail.export()
+        return self._cursor.committed.trail.export()
 
     def position_after(self, trails: list[list[list[int]]], num_steps: int) -> list[int]:
         """Return where a rank was after a number of steps, from the trails of others; the longest counts.
@@ -160,11 +160,11 @@ class ShardedData(ABC):
     @property
     def agreed_position(self) -> tuple[int, int]:
         """The last such position of which the steps of all ranks are in the model of each."""
-        return self._cursor.agreed
+        return self._cursor.committed.agreed
 
     @agreed_position.setter
     def agreed_position(self, position: tuple[int, int]) -> None:
-        self._cursor.agreed = position
+        self._cursor.committed.agreed = position
 
     def regroup(self, positions: list[list[int]]) -> None:
         """Continue as another rank of another number of ranks, from the positions of the ranks that were there."""

@@ -7,14 +7,16 @@ columns of all ranks of a generation have the same length, and all of them run t
 rank was where any other rank was after its own c-th step.
 
 Steps advance by the same number of items nearly always: a trail is a list of *runs*, each an arithmetic progression,
-and grows by one run per epoch. Behind its end the last run is continued.
+and grows by one run per epoch. Behind its end the last run is continued. Where steps use numbers of batches that change
+all the time, there is a run for each, and only the newest runs are kept: a rank that was lost before them is taken to
+have come to the first of them, so that no sample is used twice.
 """
 
 from bisect import bisect_left
 from dataclasses import dataclass
 
 _MOST_RUNS = 64
-"""How many runs are sent to others, the newest: a lost rank is not that many epochs behind."""
+"""How many runs are kept, the newest: a lost rank is not that many epochs behind."""
 
 
 @dataclass
@@ -64,17 +66,21 @@ class Trail:
             last.count -= 1
             if not last.count:
                 self._runs.pop()
-            self._runs.append(last.follow(step, position))
+            self._begin_run(last.follow(step, position))
             return
         step_stride, item_stride = step - last.last_step, position[1] - last.position(last.count - 1)[1]
         if position[0] != last.epoch:
-            self._runs.append(last.follow(step, position))
+            self._begin_run(last.follow(step, position))
         elif last.count == 1:
             last.count, last.step_stride, last.item_stride = 2, step_stride, item_stride
         elif (step_stride, item_stride) == (last.step_stride, last.item_stride):
             last.count += 1
         else:
-            self._runs.append(last.follow(step, position))
+            self._begin_run(last.follow(step, position))
+
+    def _begin_run(self, run: _Run) -> None:
+        self._runs.append(run)
+        del self._runs[:-_MOST_RUNS]
 
     def after(self, num_steps: int) -> tuple[int, int]:
         """Return the position after a number of steps; behind the end, as if the epoch went on."""
@@ -91,11 +97,8 @@ class Trail:
         return epoch, num_items + -(-(num_steps - last.last_step) * last.item_stride // last.step_stride)
 
     def export(self) -> list[list[int]]:
-        """Return the newest runs, as values that can be sent."""
-        return [
-            [run.step, run.epoch, run.num_items, run.count, run.step_stride, run.item_stride]
-            for run in self._runs[-_MOST_RUNS:]
-        ]
+        """Return its runs, as values that can be sent."""
+        return [[run.step, run.epoch, run.num_items, run.count, run.step_stride, run.item_stride] for run in self._runs]
 
     @classmethod
     def read(cls, runs: list[list[int]]) -> "Trail":

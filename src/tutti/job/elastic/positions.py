@@ -8,7 +8,8 @@ Every rank enters the next generation with what it knows: its own position, the 
 
 A lost rank is where the longest of these trails was after as many steps as any rank knows to be begun. So no sample is
 used twice. Steps that are not complete are in the model in part, or not at all: their samples are counted as lost.
-Where nobody knows a step of it, none is in the model, and it is where all agreed last.
+Where nobody knows a step of it, none is in the model, and it is where all agreed last. The same holds for a rank that
+is there and behind: it takes over the state of another one, and what it did since then is dropped.
 """
 
 from dataclasses import replace
@@ -34,11 +35,12 @@ def positions(data: ShardedData, old: Generation, new: Generation, source: int, 
     found = []
     for rank, each in enumerate(old.members):
         info = infos.get(each.description.id)
-        if info is not None:
-            # One that is behind takes over what the others have, unless steps are in the model one by one.
-            info = first if info["progress"] < first["progress"] and not info["steps"] else info
+        # One that is behind takes over what the others have, unless steps are in the model one by one.
+        is_behind = info is not None and info["progress"] < first["progress"] and not info["steps"]
+        if info is not None and not is_behind:
             found.append(info["positions"][number])
-        elif (steps := lost_steps(rank, new)) is not None:
+        # What the others have of a rank is no estimate while that rank is there: it may have done nothing yet.
+        elif (steps := lost_steps(rank, new)) is not None and not (is_behind and steps.is_estimate):
             found.append(data.position_after(_trails(new, number), steps.begun))
         else:  # What it did since the last agreement is in nobody's model.
             found.append(first["agreed"][number])
@@ -55,7 +57,7 @@ def lost_steps(rank: int, new: Generation) -> KnownSteps | None:
         return None
     exact = [each for each in known if not each[2]]
     complete, begun, _ = zip(*(exact or known), strict=True)
-    return KnownSteps(min(complete), max(begun))
+    return KnownSteps(min(complete), max(begun), is_estimate=not exact)
 
 
 def with_losses(changes: Changes, data: list[ShardedData], old: Generation, new: Generation) -> Changes:

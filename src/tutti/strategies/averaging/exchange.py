@@ -86,7 +86,8 @@ class BlockExchange(SavedBlock, Exchange):
         self._local_buffers: list[Tensor] = []
         # Of the block in progress: steps, and samples trained; and the number of blocks that have ended.
         self._num_steps, self._weight, self._num_blocks = 0, 0.0, 0
-        # Of the exchange that was started last: steps, samples, and what to call when it has ended a block.
+        # Of the pending exchange: steps and samples that are not counted above any more, and what to call when it has
+        # ended a block.
         self._sent_steps, self._sent_weight = 0, 0.0
         self._agreed: Callable[[], None] | None = None
         self._trained_s, self._since_s = 0.0, transport.now()
@@ -135,7 +136,8 @@ class BlockExchange(SavedBlock, Exchange):
         self._record(start_s)
 
     def _begin_block(self) -> None:
-        """Count steps, samples and time from 0."""
+        """Count steps, samples and time from 0: those so far belong to the exchange that was started last."""
+        self._sent_steps, self._sent_weight = self._num_steps, self._weight
         self._num_steps, self._weight, self._trained_s = 0, 0.0, 0.0
 
     def _record(self, start_s: float) -> None:
@@ -152,7 +154,8 @@ class BlockExchange(SavedBlock, Exchange):
         # For `every="auto"`: all ranks get all times, and so compute the same length of the next block.
         step_s = self._trained_s / self._num_steps if self._num_steps else 0.0
         local_status = RankStatus(intent, self._weight, step_s, self._exchange_s, digest)
-        self._sent_weight, self._sent_steps = self._weight, self._num_steps
+        # The block goes on until `_begin_block`: an exchange for a collective call need not end it.
+        self._sent_steps, self._sent_weight = 0, 0.0
         self._agreed = None if self.on_exchange is None else self.on_exchange()
         self._status, status_known = self._status_exchange.start(local_status)
         self._pending = self._start(self._exchange(self._status, status_known))
@@ -208,7 +211,7 @@ class BlockExchange(SavedBlock, Exchange):
             return
         self._pending = None
         # With overlap, this block has begun after that exchange was started: both go on as one block.
-        self._weight += float(self._sent_weight)
+        self._weight += self._sent_weight
         self._num_steps += self._sent_steps
 
     def _update_optimizer_state(self) -> None:
