@@ -82,7 +82,7 @@ def train(
                 job.checkpoint(folder, batches, every="1h")
     job.finish()
     assert job.steps == num_steps
-    number, num_void = (0, 0) if rank is None else (rank.member.number, rank.regrouping.num_voided)
+    number, num_void = (0, 0) if rank is None else (rank.member.number, rank.regrouping.changes.voided_steps)
     return world.size, number, num_void, torch.cat([each.detach().flatten() for each in model.parameters()]).tolist()
 
 

@@ -521,7 +521,7 @@ def test_a_stopped_program_saves_all_its_models(calls: str, tmp_path: Path, monk
     stops: list[int] = []
     monkeypatch.setattr(signals, "_requests", signals._Requests())  # That of the process has users of earlier tests.
     for module in (calls_module, schedule_module):
-        monkeypatch.setattr(module, "requested", lambda: len(stops) and signal.SIGTERM)
+        monkeypatch.setattr(module, "stop_requested", lambda world: len(stops) and signal.SIGTERM)
 
     def train(world: World) -> None:
         one, other = Run(world, "native"), Run(world, "native")
@@ -563,7 +563,7 @@ def test_a_stopped_run_whose_leader_is_lost_while_it_copies_saves_its_state_in_t
     monkeypatch.setattr(Job, "_saved_part", lose_rank_0)
     monkeypatch.setattr(signals, "_requests", signals._Requests())
     monkeypatch.setattr(signals, "others_save", lambda user: False)  # Ranks are threads of one process here.
-    monkeypatch.setattr(calls_module, "requested", lambda: signal.SIGTERM)
+    monkeypatch.setattr(calls_module, "stop_requested", lambda world: signal.SIGTERM)
     taken: list[bool] = []
 
     def train(world: World) -> None:

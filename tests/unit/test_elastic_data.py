@@ -27,7 +27,7 @@ class Regrouping:
     def __init__(self) -> None:
         self.change: Callable[[], None] | None = None
 
-    def boundary(self) -> None:
+    def boundary(self, *, at_end: bool = False) -> None:
         if self.change is not None:
             change, self.change = self.change, None
             change()

@@ -63,6 +63,9 @@ class Refused(Exception):
     """A member that may not take part, with the reason."""
 
 
+Handler = Callable[[MemberRecord, Message, float], None]
+
+
 class CoordinatorState:
     """Members, scopes, values and notices of one job."""
 
@@ -121,26 +124,7 @@ class CoordinatorState:
             now,
         )
         self.launchers = LauncherTable(lambda member, message: self.outbox.append((member, message)))
-        self._handlers: dict[str, Callable[[MemberRecord, Message, float], None]] = {
-            "join": self._scopes.join,
-            "set": lambda record, message, _: self._values.set(record.id, message["key"], message["value"]),
-            "get": lambda record, message, _: self._values.request(record.id, message["request"], message["keys"]),
-            "cancel": lambda record, message, _: self._values.cancel(record.id, message["request"]),
-            "propose": lambda record, message, _: self._values.propose(record.id, message["key"], message["value"]),
-            "notice": self._notice,
-            "beat": lambda record, message, _: record.reported(message["status"]),
-            "sync": lambda record, message, _: self._send(record, op="synced", request=message["request"]),
-            "seen": lambda _, message, now: note_seen(self.members.get(message["member"]), message["state"]),
-            "query": lambda record, message, now: self._send(
-                record, op="table", request=message["request"], members=self.table(now)
-            ),
-            "ask_stack": lambda _, message, now: self._ask_stack(message["rank"], now),
-            "stack": lambda record, message, _: setattr(record, "stack", message["text"]),
-            "bye": lambda record, _, now: self._lose(record, LEFT, now),
-            **{op: _by_id(handle) for op, handle in self.generations.handlers.items()},
-            "numbers": lambda record, message, _: self.launchers.numbers(record.id, message),
-            "manage": lambda record, message, _: self.launchers.manage(record.id, message),
-        }
+        self._handlers = _handlers(self)
 
     def connect(self, hello: Message, now: float) -> MemberRecord:
         """A process has proved that it knows the secret, and says who it is. Raises `Refused`."""
@@ -359,3 +343,27 @@ class CoordinatorState:
 
 def _by_id(handle: Callable[[str, Message, float], None]) -> Callable[[MemberRecord, Message, float], None]:
     return lambda record, message, now: handle(record.id, message, now)
+
+
+def _handlers(state: "CoordinatorState") -> dict[str, Handler]:
+    """Return what is done with each kind of message of members."""
+    return {
+        "join": state._scopes.join,
+        "set": lambda record, message, _: state._values.set(record.id, message["key"], message["value"]),
+        "get": lambda record, message, _: state._values.request(record.id, message["request"], message["keys"]),
+        "cancel": lambda record, message, _: state._values.cancel(record.id, message["request"]),
+        "propose": lambda record, message, _: state._values.propose(record.id, message["key"], message["value"]),
+        "notice": state._notice,
+        "beat": lambda record, message, _: record.reported(message["status"]),
+        "sync": lambda record, message, _: state._send(record, op="synced", request=message["request"]),
+        "seen": lambda _, message, now: note_seen(state.members.get(message["member"]), message["state"]),
+        "query": lambda record, message, now: state._send(
+            record, op="table", request=message["request"], members=state.table(now)
+        ),
+        "ask_stack": lambda _, message, now: state._ask_stack(message["rank"], now),
+        "stack": lambda record, message, _: setattr(record, "stack", message["text"]),
+        "bye": lambda record, _, now: state._lose(record, LEFT, now),
+        **{op: _by_id(handle) for op, handle in state.generations.handlers.items()},
+        "numbers": lambda record, message, _: state.launchers.numbers(record.id, message),
+        "manage": lambda record, message, _: state.launchers.manage(record.id, message),
+    }

@@ -138,11 +138,6 @@ class Exchange(Resumable):
         return False
 
     @property
-    def elastic_mistake(self) -> str:
-        """Why its ranks cannot change while it trains; empty if they can."""
-        return ""
-
-    @property
     def num_lost(self) -> int:
         """Number of ranks without which this one goes on."""
         return 0

@@ -39,6 +39,11 @@ class Resumable:
         """
         return {}
 
+    @property
+    def elastic_mistake(self) -> str:
+        """Why its ranks cannot change while it trains; empty if they can."""
+        return ""
+
     def state_after_loss(self) -> dict[str, Any]:
         """Return the same after a rank was lost, as far as this rank has it. Not collective.
 

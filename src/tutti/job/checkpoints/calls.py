@@ -23,7 +23,7 @@ from tutti.job.checkpoints import signals
 from tutti.job.checkpoints.parts import LocalParts, load_parts, named_parts
 from tutti.job.checkpoints.random_state import random_state, set_random_state
 from tutti.job.checkpoints.restored import Restored, load_model, receive
-from tutti.job.checkpoints.schedule import CheckpointSchedule
+from tutti.job.checkpoints.schedule import CheckpointSchedule, Schedules
 from tutti.job.checkpoints.snapshot import take
 from tutti.job.checkpoints.stop_requests import stop_requested
 from tutti.parallel.model_on_mesh import ModelOnMesh
@@ -127,7 +127,7 @@ class Checkpoints:
         """The ranks that write together, if a mesh splits the model."""
         self._replica_ranks = [world.rank] if model_on_mesh is None else model_on_mesh.mesh.replica_ranks(world.rank)
         self._writers: dict[Path, BackgroundWriter] = {}
-        self._schedules: dict[tuple[Path, Every], CheckpointSchedule] = {}
+        self.schedules = Schedules()
         self._begun: set[Path] = set()
         """Folders that a checkpoint was taken for. From then on, a mistake there does not end the training."""
         self._restored_step = -1
@@ -138,21 +138,6 @@ class Checkpoints:
         self.parts = LocalParts()
         self._last: tuple[Path, Request] | None = None
         """Where, and how, checkpoints are written."""
-        self._inherited_schedules: dict[tuple[str, str], dict[str, Any]] = {}
-        """When they are due, on a rank that has joined others, until its loop comes to them."""
-
-    def schedules(self) -> list[list[Any]]:
-        """Return when checkpoints are due, for a rank that takes over the state of this one."""
-        return [[str(run), str(every), schedule.export()] for (run, every), schedule in self._schedules.items()]
-
-    def take_schedules(self, states: list[list[Any]]) -> None:
-        """Take over when checkpoints are due."""
-        present = {(str(run), str(every)): schedule for (run, every), schedule in self._schedules.items()}
-        for run, every, state in states:
-            if (run, every) in present:
-                present[run, every].load(state)
-            else:
-                self._inherited_schedules[run, every] = state
 
     def save_last(self) -> Path | None:
         """Save the state before the run ends; return where, or None if no checkpoints are written. Collective."""
@@ -171,12 +156,9 @@ class Checkpoints:
         if every is None:
             return self._take(run, named, request)
         every = self._world.checkpoints.every or every
-        if (schedule := self._schedules.get((run, every))) is None:
+        if (schedule := self.schedules.get(str(run), every)) is None:
             schedule = CheckpointSchedule(every, self._world, self._is_synchronous, self._call, self._restored_step)
-            self._schedules[run, every] = schedule
-            if (state := self._inherited_schedules.pop((str(run), str(every)), None)) is not None:
-                schedule.load(state)  # The others have opened the folder.
-            else:
+            if not self.schedules.add(str(run), every, schedule):  # Else the others have opened the folder.
                 self._open(run, request)
         steps = self._replica.steps
         if not schedule.due(steps):

@@ -112,3 +112,36 @@ class CheckpointSchedule:
             # At most twice as many as before: the first times say little about the later ones.
             "next": max(1, int(min(most, left_s / max(first["call_s"], 1e-9)))),
         }
+
+
+class Schedules:
+    """The schedules of a job, by folder and interval."""
+
+    def __init__(self) -> None:
+        self._schedules: dict[tuple[str, str], CheckpointSchedule] = {}
+        self._inherited: dict[tuple[str, str], dict[str, Any]] = {}
+        """Of the others, on a rank that has joined them, until its loop comes to them."""
+
+    def get(self, run: str, every: Every) -> CheckpointSchedule | None:
+        """Return a schedule; None if the loop comes to it for the first time."""
+        return self._schedules.get((run, str(every)))
+
+    def add(self, run: str, every: Every, schedule: CheckpointSchedule) -> bool:
+        """Keep a schedule; return whether it continues that of other ranks, which this one has joined."""
+        key = run, str(every)
+        self._schedules[key] = schedule
+        if (state := self._inherited.pop(key, None)) is not None:
+            schedule.load(state)
+        return state is not None
+
+    def export(self) -> list[list[Any]]:
+        """Return when checkpoints are due, for a rank that takes over the state of this one."""
+        return [[*key, schedule.export()] for key, schedule in self._schedules.items()]
+
+    def take_over(self, states: list[list[Any]]) -> None:
+        """Continue from what `export` returned on another rank."""
+        for run, every, state in states:
+            if (schedule := self._schedules.get((run, every))) is not None:
+                schedule.load(state)
+            else:
+                self._inherited[run, every] = state

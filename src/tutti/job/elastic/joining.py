@@ -45,7 +45,7 @@ def survive_losses(job: Job) -> ElasticJob:
     assert elastic is not None
     made = ElasticJob(job, world, elastic)
     elastic.regrouping = made
-    replica.survives, replica.on_void = True, made.step_is_void
+    replica.survives, replica.on_void = True, made.void_step.begin
     job._exchange.on_exchange = made.on_exchange
     job._checkpoints._watch()  # A rank that is asked to stop leaves, also where no checkpoints are written.
     # Who comes later compares it with its own. All ranks propose the same.

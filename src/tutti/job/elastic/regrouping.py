@@ -34,9 +34,8 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -44,11 +43,13 @@ import torch
 from tutti.collectives.calls import Combine
 from tutti.coordination.elastic_member import Generation
 from tutti.data.sharded_data import ShardedData
-from tutti.errors import ConfigError, RankLost, TooFewWorkers
+from tutti.errors import ConfigError, RankLost
 from tutti.job.attach import attach_again
 from tutti.job.checkpoints.signals import requested
+from tutti.job.elastic.ends import leave, stop_for_too_few
 from tutti.job.elastic.positions import positions, with_losses
 from tutti.job.elastic.transfer import share_state
+from tutti.job.elastic.void_step import VoidStep
 from tutti.job.metrics import Changes
 from tutti.replica.state import load_model_state, load_optimizer_state
 from tutti.strategies import Exchange
@@ -74,10 +75,7 @@ class ElasticJob:
         """While ranks change: the state from which the strategy continues."""
         self._has_state = True
         """Whether this rank has all that the others have; not before a new one has taken it over."""
-        self._kept_parts: dict[str, Any] | None = None
-        """States of schedulers and the like when a step became void."""
-        self._kept_options: list[dict[str, Any]] = []
-        """The optimiser's options then, by group."""
+        self.void_step = VoidStep(job)
         self._arriving = self._has_trained = False
         """Whether this rank has joined others and has not come to its first batch; whether it has come to it."""
         self.on_change: list[Callable[[World], None]] = []
@@ -99,8 +97,9 @@ class ElasticJob:
         if not at_end:
             self._first_batch()
         if replica.lost is None:
-            if replica.waits_for_batch:
-                self._end_void_batch()
+            if replica.waits_for_batch:  # The rest of the batch in which ranks have changed is over.
+                replica.waits_for_batch = False
+                self._count_void(self.void_step.put_back())
             if counts.num_committed < counts.num_batches:
                 counts.commit_void_steps()
             if counts.num_committed < counts.num_batches:
@@ -119,11 +118,6 @@ class ElasticJob:
         if self._arriving or not self._has_trained:
             self._arriving, self._has_trained = False, True
             self._the_job._checkpoints.parts.refuse_unknown(self._the_job._replica.optimizer)
-
-    def _end_void_batch(self) -> None:
-        """The rest of the batch in which ranks have changed is over: put back what the loop has moved on meanwhile."""
-        self._the_job._replica.waits_for_batch = False
-        self._put_back()
 
     def call(self, name: str, value: Any, combine: Combine, *, elastic: bool) -> Any:
         """Make a collective call among the ranks that are there, also if some are lost meanwhile."""
@@ -178,7 +172,7 @@ class ElasticJob:
         in_consensus = replica.in_consensus
         took_over = self._regroup(in_call=True)
         if in_batch or took_over:
-            self._keep()
+            self.void_step.keep()
             replica.waits_for_batch = True
             for slot in replica.slots:
                 if slot.tensor.grad is not None:
@@ -219,7 +213,7 @@ class ElasticJob:
             old, new = self._elastic.member.generation, self._elastic.member.enter(info)
             assert old is not None
             if new is None:
-                self._leave(alone=True)
+                leave(job, self._elastic, alone=True)
             try:
                 took_over |= self._go_on(old, new)
                 break
@@ -230,9 +224,9 @@ class ElasticJob:
         for call in self.on_change:
             call(self._world)
         if self._elastic.member.all_leave:
-            self._leave(alone=False)
+            leave(job, self._elastic, alone=False)
         if new.too_few:
-            self._stop(new)
+            stop_for_too_few(job, self._elastic, new)
         return took_over
 
     def _leave_exchange(self) -> dict[str, Any]:
@@ -247,31 +241,11 @@ class ElasticJob:
             except RankLost as error:  # While all wanted to end together, one was lost.
                 job._replica.lost = error
         else:
-            self._put_back()
+            self._count_void(self.void_step.put_back())
         return job._exchange.state_after_loss()
 
-    def _put_back(self) -> None:
-        """Put back what was kept when a step became void."""
-        if self._kept_parts is not None:
-            job = self._the_job
-            job._checkpoints.parts.load(self._kept_parts)
-            for group, options in zip(job._replica.optimizer.param_groups, self._kept_options, strict=True):
-                group.update(options)
-            self._kept_parts = None
-            self.changes = replace(self.changes, voided_steps=self.changes.voided_steps + 1)
-
-    def step_is_void(self) -> None:
-        """A step will not count: remember the states of schedulers, which the loop moves on all the same."""
-        if self._kept_parts is None:
-            self._keep()
-
-    def _keep(self) -> None:
-        """Keep what the rest of a void step moves on all the same."""
-        job = self._the_job
-        self._kept_parts = deepcopy(job._checkpoints.parts.states())
-        # Schedulers also change the optimiser's options, which are no part of their state.
-        groups = job._replica.optimizer.param_groups
-        self._kept_options = [{key: group[key] for key in group.keys() - {"params"}} for group in groups]
+    def _count_void(self, is_over: bool) -> None:
+        self.changes = replace(self.changes, voided_steps=self.changes.voided_steps + is_over)
 
     def _info(self, exchange: Exchange | None) -> dict[str, Any]:
         """Return what all others learn of this rank when it enters a generation.
@@ -350,7 +324,7 @@ class ElasticJob:
             "exchange": for_new_ranks(self._state_of_strategy),
             "data": [data.export() for data in self._data],
             "parts": job._checkpoints.parts.states(),
-            "schedules": job._checkpoints.schedules(),
+            "schedules": job._checkpoints.schedules.export(),
         }
 
     def _take_over(self, state: dict[str, Any]) -> None:
@@ -370,7 +344,7 @@ class ElasticJob:
         else:
             self._elastic.data_states = list(state["data"])
         job._checkpoints.parts.inherit(state["parts"])
-        job._checkpoints.take_schedules(state["schedules"])
+        job._checkpoints.schedules.take_over(state["schedules"])
 
     def arrive(self, new: Generation) -> None:
         """Join the others, on a new rank. Collective."""
@@ -393,31 +367,6 @@ class ElasticJob:
                 again = self._elastic.member.enter(info)
                 assert again is not None
                 new = again
-
-    def _leave(self, *, alone: bool) -> NoReturn:
-        """End this process, which was asked to stop. If all ranks were, save the state first, which is collective."""
-        self._elastic.connections.leave()
-        if alone:
-            self._the_job._release()
-            raise SystemExit(0)
-        self._the_job._checkpoints.save_last()  # Ends the process as well, if checkpoints are written.
-        raise SystemExit(128 + requested())
-
-    def _stop(self, generation: Generation) -> None:
-        """Save the state and end: too few workers are left."""
-        job, saved = self._the_job, None
-        minimum = self._elastic.member.limits.minimum
-        try:
-            if job._replica.in_consensus:  # A checkpoint has one of its own.
-                job._replica.in_consensus = False
-                job._exchange.restore_local()
-            saved = job._checkpoints.save_last()
-        finally:
-            state = f"The state is saved in {saved}: start again to continue." if saved else "No checkpoint was saved."
-            raise TooFewWorkers(
-                f"rank {self._world.transport.world_rank}: {len(generation.members)} workers are left, and this run "
-                f"needs {minimum}. {state}"
-            )
 
 
 def end_generation(job: "Job") -> None:
