@@ -4,17 +4,19 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import tutti
-from one_thread import step, worlds
+from one_thread import state_of, step, worlds
 from tutti.data.trail import Trail
 from tutti.world import World
 
@@ -227,3 +229,82 @@ def test_a_world_whose_ranks_stay_the_same_keeps_no_trail() -> None:
         for _ in data:
             step(world)
     assert data._cursor.position == (1, 0)
+
+
+def elastic_world(states: list[dict[str, Any]]) -> World:
+    """The world of a rank that has missed what these states have."""
+    (world,) = worlds(1)
+    world.elastic = SimpleNamespace(data=set(), data_states=states, regrouping=Regrouping())  # type: ignore[assignment]
+    return world
+
+
+def loader_of(world: World, first: int = 0) -> Any:
+    return tutti.shard(DataLoader(TensorDataset(torch.arange(first, first + 20)), 2), world=world)
+
+
+def advanced(num_steps: int, data: Any) -> Any:
+    """The data after so many steps, of 10 in an epoch."""
+    epochs = data.epochs(9)
+    for _ in range(-(-num_steps // 10)):
+        for number, _ in enumerate(next(epochs), 1):
+            step(data._world)
+            if number == num_steps:
+                return data
+        num_steps -= 10
+    return data
+
+
+STARTS: dict[str, Callable[[Any], Any]] = {
+    "loop": lambda data: None,
+    "epochs": lambda data: next(data.epochs(9)),
+    "epoch": lambda data: data.epoch,
+    "set_epoch": lambda data: data.set_epoch(2),
+    "len": len,
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_data_made_before_the_others_state_has_come_continues_from_it(start: str) -> None:
+    with patch("tutti.data.elastic_data._numbers", count()):
+        others = advanced(23, loader_of(elastic_world([])))
+    with patch("tutti.data.elastic_data._numbers", count()):
+        data = loader_of(world := elastic_world([]))
+    world.elastic.data_states = [others.export()]  # type: ignore[union-attr]
+    STARTS[start](data)
+    left = [batch.tolist() for (batch,) in data]
+    step(world)
+    assert len(left) == 7
+    assert data.position == (3, 0)
+    assert data.agreed_position == (2, 3)
+    assert world.elastic.data_states == []  # type: ignore[union-attr]
+
+
+def test_a_saved_position_is_that_of_the_others_before_the_first_loop() -> None:
+    with patch("tutti.data.elastic_data._numbers", count()):
+        others = advanced(13, loader_of(elastic_world([])))
+    with patch("tutti.data.elastic_data._numbers", count()):
+        data = loader_of(world := elastic_world([]))
+    world.elastic.data_states = [others.export()]  # type: ignore[union-attr]
+    world.elastic.regrouping = None  # type: ignore[union-attr]
+    assert state_of([data])["positions"] == [[1, 3]]
+
+
+@pytest.mark.parametrize("same_order", [True, False])
+def test_data_that_looks_the_same_continues_by_its_number(same_order: bool) -> None:
+    """The others have begun to iterate over the second of two loaders before the first."""
+    with patch("tutti.data.elastic_data._numbers", count()):
+        others = [advanced(3, loader_of(elastic_world([]))), advanced(17, loader_of(elastic_world([]), 100))]
+    states = [data.export() for data in (others if same_order else reversed(others))]
+    with patch("tutti.data.elastic_data._numbers", count()):
+        world = elastic_world(states)
+        data = [loader_of(world), loader_of(world, 100)]
+    assert [each.position for each in data] == [(0, 3), (1, 7)]
+
+
+def test_data_made_in_another_order_continues_when_its_loop_begins() -> None:
+    others = advanced(13, loader_of(elastic_world([])))
+    data = loader_of(world := elastic_world([others.export()]))
+    unlike = tutti.shard(TensorDataset(torch.arange(20)), world=world)
+    assert data.epoch == 0, "data that is made later may be the one"
+    assert [epoch.epoch for epoch in data.epochs(4)] == [1, 2, 3]
+    assert unlike.epoch == 0

@@ -58,3 +58,8 @@ def test_a_rank_that_has_joined_and_taken_over_nothing_is_where_the_others_began
     new = info([0, 0], -1, agreed=[0, 0], positions=[], trails=[])
     ahead = info([0, 11], 2, agreed=[0, 0], steps={"1": [0, 11, True], "2": [0, 11, True]})
     assert found(ahead, new, None) == [[0, 11], [0, 0], [0, 11]]
+
+
+def test_a_rank_that_has_not_come_to_its_data_is_where_ranks_changed() -> None:
+    ahead = info([0, 3], 2, agreed=[0, 0])
+    assert found(ahead, info([0, 0], 2, agreed=[0, 0], positions=[], trails=[]), None) == [[0, 3], [0, 0], [0, 0]]

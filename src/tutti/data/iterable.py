@@ -44,6 +44,7 @@ class ShardedIterable(ShardedData):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of all ranks in the data: the items whose steps were taken. Collective."""
+        self._take_over()
         cursor, num_ranks = self._cursor, self._world.size
 
         def merge(values: dict[int, Any], positions: list[list[int]]) -> dict[str, Any]:

@@ -84,10 +84,12 @@ class ShardedLoader(ShardedData):
 
     def __len__(self) -> int:
         """Number of steps of a whole epoch."""
+        self._take_over()
         return self._num_steps
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of all ranks in the data: the samples whose steps were taken. Collective."""
+        self._take_over()
         order, generator = self._order, self._source.generator
 
         def merge(values: dict[int, Any], positions: list[list[int]]) -> dict[str, Any]:

@@ -37,10 +37,11 @@ def positions(data: ShardedData, old: Generation, new: Generation, source: int, 
         info = infos.get(each.description.id)
         # One that is behind takes over what the others have, unless steps are in the model one by one.
         is_behind = info is not None and info["progress"] < first["progress"] and not info["steps"]
-        if info is not None and not is_behind:
+        # One that has not come to its data has used nothing since ranks have changed, when all agreed.
+        if info is not None and not is_behind and number < len(info["positions"]):
             found.append(info["positions"][number])
         # What the others have of a rank is no estimate while that rank is there: it may have done nothing yet.
-        elif (steps := lost_steps(rank, new)) is not None and not (is_behind and steps.is_estimate):
+        elif (steps := lost_steps(rank, new)) is not None and (info is None or not steps.is_estimate):
             found.append(data.position_after(_trails(new, number), steps.begun))
         else:  # What it did since the last agreement is in nobody's model.
             found.append(first["agreed"][number])

@@ -1,0 +1,204 @@
+"""`ElasticData`: the part of sharded data that goes on when the ranks of an elastic world change.
+
+How it works
+------------
+Ranks change between two batches of a loop (`_between_batches`), which the loop asks for after each. A loop then starts
+again with its new share (`_through_changes`). At the end of the last loop a rank waits for the others (`_comes_back`),
+which may leave it something. The job asks for positions, and sets new ones (`tutti.job.elastic`).
+
+A rank that has joined, or was behind before its first loop, gets the positions of the others as states
+(`Elasticity.data_states`): it cannot know to which data they belong before that data is made or iterated over. Each
+state is taken once, by data of the same number, or by the first that fits when a loop begins.
+
+Only the thread of the training loop is here. The waits are those of collective calls, and `_comes_back`.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import count
+from typing import Any
+
+from tutti.data.cursor import Cursor, Iteration
+from tutti.data.trail import Trail
+from tutti.world import World
+
+_LOOK_S = 0.002
+"""How often a rank at the end of its data looks whether ranks change, after a loss."""
+
+_numbers = count()
+
+
+class _RanksHaveChanged(Exception):
+    """Ends a wait for ranks that are others now."""
+
+
+class ElasticData(ABC):
+    """Data whose loops continue when ranks are lost and come. `ShardedData` has what users call."""
+
+    def __init__(self, world: World, cursor: Cursor) -> None:
+        self._world = world
+        self._cursor = cursor
+        self.number = next(_numbers)
+        """Its number among all that this process has made, in the order in which it made them."""
+        self._last_epoch: int | None = None
+        """The last epoch of the run, if `epochs` was told."""
+        self._loop_regroupings = 0
+        """How often ranks had changed when the loop under way began, or continued."""
+
+    def _take_over(self, *, of_any_number: bool = False) -> None:
+        """Continue where the other ranks are, on a rank that has missed it; do nothing if that is done.
+
+        Called when all is set up, and wherever the position is used before a loop.
+
+        Args:
+            of_any_number: also take the position of data that another rank has made in another order. At the start of
+                a loop only: before that, data which is made later may fit it better.
+        """
+        elastic = self._world.elastic
+        if elastic is None or not elastic.data_states or self in elastic.data:
+            return
+        fitting = [state for state in elastic.data_states if self._cursor.fits(state)]
+        chosen = [state for state in fitting if state["number"] == self.number] or (fitting if of_any_number else [])
+        if chosen:
+            elastic.data_states = [state for state in elastic.data_states if state is not chosen[0]]
+            elastic.data.add(self)
+            self.load_state_dict(chosen[0])
+            self.interrupted()
+
+    def _between_batches(self, *, at_end: bool = False) -> bool:
+        """Let the ranks of an elastic world change, between two batches of this rank; return whether they have.
+
+        Args:
+            at_end: whether there is no further batch in this loop.
+        """
+        elastic = self._world.elastic
+        if elastic is None or not self._world.sample_counts.in_training:
+            return False
+        self._take_over(of_any_number=True)
+        elastic.data.add(self)
+        if self._cursor.num_regroupings == self._loop_regroupings:
+            self._world.boundary(at_end=at_end)
+        # Since the loop began, and not just now: another loop beside this one may have come here first.
+        return self._cursor.num_regroupings != self._loop_regroupings
+
+    def _through_changes(self, first: Iteration, give_out: Callable[[Iteration], Iterator[Any]]) -> Iterator[Any]:
+        """Yield the items of a loop, also after the ranks of an elastic world have changed.
+
+        Args:
+            give_out: yields the items of this rank in an epoch, and stops early when `_between_batches` returns True.
+        """
+        cursor, current = self._cursor, first
+        loop_epoch = cursor.loop_epoch
+        while True:
+            self._loop_regroupings = cursor.num_regroupings
+            yield from give_out(current)
+            if self._world.elastic is None:
+                return
+            # Of the same epoch with other ranks, or of the next one, if this was one that others had not used up.
+            if not cursor.goes_on(loop_epoch) and not self._comes_back(loop_epoch):
+                return
+            current = cursor.start()
+
+    def _comes_back(self, loop_epoch: int) -> bool:
+        """At the end of the last loop, wait for the other ranks; return whether one was lost and has left something.
+
+        Ended by the other ranks, which come to this place too, or are lost. Then the coordinator has ranks change,
+        which is waited for.
+        """
+        elastic, counts = self._world.elastic, self._world.sample_counts
+        is_last = loop_epoch == self._last_epoch and not self._cursor.is_iterated
+        if elastic is None or elastic.regrouping is None or not is_last or not counts.in_training:
+            return False
+        if all(exchange.equal_after_steps for exchange in self._world.usage.exchanges):
+            return False  # All ranks take their last step together.
+        before = self._cursor.num_regroupings
+        try:
+            present = self._world.collective(lambda: self._who_is_at_the_end(before))
+        except _RanksHaveChanged:
+            present = None
+        deadline_s = time.monotonic() + self._world.transport.timeout.total_seconds()
+        while present is not None and len(present) < self._world.size and self._cursor.num_regroupings == before:
+            self._world.boundary()
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(_LOOK_S)
+        return self._cursor.num_regroupings != before and self._cursor.goes_on(loop_epoch)
+
+    def _who_is_at_the_end(self, num_regroupings: int) -> list[int]:
+        """Return the ranks that have come to the end of the last loop. Collective."""
+        if self._cursor.num_regroupings != num_regroupings:
+            raise _RanksHaveChanged  # What a lost rank has left comes first.
+        exchanges = list(self._world.usage.exchanges)
+        elastic = any(exchange.tolerates_loss for exchange in exchanges)  # Else a loss ends the wait.
+        with ExitStack() as waits:
+            for exchange in exchanges:
+                waits.enter_context(exchange.out_of_data())
+            present: list[int] = self._world.calls.call("the end of the data", None, sorted, elastic=elastic)
+            return present
+
+    # For `tutti.job.elastic`, while the ranks of an elastic world change.
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Epoch and number of items of this rank that are committed; the next epoch where that is all of them."""
+        epoch, num_items = self._cursor.position
+        return (epoch + 1, 0) if self._cursor.is_end(epoch, num_items) else (epoch, num_items)
+
+    @property
+    def trail(self) -> list[list[int]]:
+        """The positions of this rank after each of its steps since ranks have changed (`Trail.export`)."""
+        return self._cursor.committed.trail.export()
+
+    def position_after(self, trails: list[list[list[int]]], num_steps: int) -> list[int]:
+        """Return where a rank was after a number of steps, from the trails of others; the longest counts.
+
+        Called before ranks change. Where that trail is too short, the loop is taken to have gone on as before.
+        """
+        longest = max(map(Trail.read, trails), key=lambda trail: trail.num_steps)
+        epoch, num_items = longest.after(num_steps)
+        while (length := self._column_length(epoch)) is not None and num_items >= length:
+            epoch, num_items = epoch + 1, num_items - length
+        return [epoch, num_items]
+
+    def most_samples(self, trails: list[list[list[int]]], first: int, stop: int) -> int:
+        """Return the most samples that a rank can have used between two numbers of steps, before ranks change."""
+        (epoch, begin), (last_epoch, end) = (self.position_after(trails, number) for number in (first, stop))
+        lengths = [self._column_length(each) for each in range(epoch, last_epoch)]
+        num_items = end - begin + sum(length for length in lengths if length is not None)
+        return num_items * self._samples_per_item
+
+    @property
+    def _samples_per_item(self) -> int:
+        """The most samples of an item."""
+        return max(1, self._world.sample_counts.num_samples)
+
+    def _column_length(self, epoch: int) -> int | None:
+        """Number of items of a rank in an epoch, as it is divided now; None if it is not known."""
+        return None
+
+    @property
+    def agreed_position(self) -> tuple[int, int]:
+        """The last such position of which the steps of all ranks are in the model of each."""
+        return self._cursor.committed.agreed
+
+    @agreed_position.setter
+    def agreed_position(self, position: tuple[int, int]) -> None:
+        self._cursor.committed.agreed = position
+
+    def regroup(self, positions: list[list[int]]) -> None:
+        """Continue as another rank of another number of ranks, from the positions of the ranks that were there."""
+        self._cursor.regroup(positions)
+
+    def interrupted(self) -> None:
+        """A position was loaded in the middle of loops, which continue from it."""
+        self._cursor.changed()
+
+    def export(self) -> dict[str, Any]:
+        """Return the position as a state that a new rank of this world can load. Not collective."""
+        return {**self._cursor.export(), "number": self.number}
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a position that another rank has exported."""
