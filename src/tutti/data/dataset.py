@@ -27,7 +27,7 @@ class ShardedDataset(ShardedData):
     def __iter__(self) -> Iterator[Any]:
         refuse_servers(self._world)
         self._world.sample_counts.record_shard(len(self._dataset), 1, False, self._seed)
-        return self._through_changes(self._cursor.start(), self._give_out)
+        return self._through_changes(self._begin_loop(), self._give_out)
 
     def _column_length(self, epoch: int) -> int | None:
         stages = [stage for stage in self._cursor.stages if stage.reached(epoch)]

@@ -67,6 +67,12 @@ class ElasticData(ABC):
             self.load_state_dict(chosen[0])
             self.interrupted()
 
+    def _begin_loop(self) -> Iteration:
+        """Begin a loop, where the other ranks are if this one has joined them."""
+        if self._world.elastic is not None and self._world.sample_counts.in_training:
+            self._take_over(of_any_number=True)
+        return self._cursor.start()
+
     def _between_batches(self, *, at_end: bool = False) -> bool:
         """Let the ranks of an elastic world change, between two batches of this rank; return whether they have.
 
@@ -76,7 +82,6 @@ class ElasticData(ABC):
         elastic = self._world.elastic
         if elastic is None or not self._world.sample_counts.in_training:
             return False
-        self._take_over(of_any_number=True)
         elastic.data.add(self)
         if self._cursor.num_regroupings == self._loop_regroupings:
             self._world.boundary(at_end=at_end)

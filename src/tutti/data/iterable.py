@@ -33,7 +33,7 @@ class ShardedIterable(ShardedData):
 
     def __iter__(self) -> Iterator[Any]:
         refuse_servers(self._world)
-        return self._through_changes(self._cursor.start(), self._give_out)
+        return self._through_changes(self._begin_loop(), self._give_out)
 
     def _give_out(self, iteration: Iteration) -> Iterator[Any]:
         cursor, stream, world = self._cursor, self._stream, self._world

@@ -41,9 +41,9 @@ class ShardedLoader(ShardedData):
 
     def __iter__(self) -> Iterator[Any]:
         refuse_servers(self._world)
-        source, cursor = self._source, self._cursor
+        source = self._source
         self._world.sample_counts.record_shard(len(source.dataset), source.batch_size, source.drop_last, self._seed)  # type: ignore[arg-type]
-        iteration = cursor.start()
+        iteration = self._begin_loop()
         # Drawn here, and not with the first batch: the order of an epoch may come from a generator of the user's.
         loaded = self._load(iteration)
         return self._through_changes(

@@ -76,15 +76,6 @@ class MessageWorker(SavedShards):
         return self._rank == self._puller.leader
 
     @property
-    def elastic_mistake(self) -> str:
-        if self.tolerates_loss:
-            return ""
-        return (
-            f"'{self._strategy}' keeps parts of the model on every rank, which are lost with it, where ranks send "
-            "messages. Run all workers on one host, or use an all-reduce, local steps or gossip."
-        )
-
-    @property
     def tolerates_loss(self) -> bool:
         return self._server is None  # Otherwise a server, and its shards, would be lost with this rank.
 
