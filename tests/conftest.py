@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import openmp  # noqa: F401  # Before all that imports torch.
 import warm
 from command import Call, Ended
 from tutti.bench import under_mpi
@@ -79,6 +79,8 @@ def pytest_runtest_makereport() -> Generator[None, Any, Any]:
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """torch's threads on a machine as small as this only wait for each other."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
