@@ -55,7 +55,8 @@ class Job(CollectiveValues, JobCheckpoints, JobProgress, NotCopied):
         """The world that `tutti.world()` returned before `distribute`; restored at the end."""
         # On a mesh the ranks of all rows save the model together.
         everyone = world if model_on_mesh is None else previous_world
-        _ = world.calls, everyone.calls  # Opened by all ranks here, where they are together.
+        for each in (world, everyone):
+            each.calls.open()  # By all ranks here, where they are together.
         self._checkpoints = Checkpoints(self, everyone, replica, exchange, model_on_mesh)
 
     def no_sync(self) -> AbstractContextManager[None]:
