@@ -46,6 +46,10 @@ class AutoExchange(Exchange):
     def equal_after_steps(self) -> bool:  # type: ignore[override]
         return self.inner.equal_after_steps
 
+    @property
+    def agreed_on_first(self) -> bool:  # type: ignore[override]
+        return self.inner.agreed_on_first
+
     def metrics(self) -> dict[str, Any]:
         return {**self.inner.metrics(), "planned": self.controller.status(self.strategy)}
 
