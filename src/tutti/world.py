@@ -178,7 +178,8 @@ class World:
         """
         with ExitStack() as waits:
             for exchange in list(self.usage.exchanges):
-                if exchange is not own:
+                # Most strategies do nothing while they wait.
+                if exchange is not own and type(exchange).waiting is not Exchange.waiting:
                     waits.enter_context(exchange.waiting())
             yield
 

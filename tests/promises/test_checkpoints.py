@@ -26,6 +26,7 @@ from tutti.checkpoint import tensor_files
 from tutti.checkpoint.durable import write_all
 from tutti.checkpoint.index import INDEX, checkpoints, index_bytes, read_index
 from tutti.checkpoint.storage import CheckpointWriter, read
+from tutti.collectives.calls import CollectiveCalls
 from tutti.data import shard
 from tutti.errors import CheckpointError, ConfigError
 from tutti.job import Job, distribute
@@ -33,6 +34,7 @@ from tutti.job.checkpoints import calls as calls_module
 from tutti.job.checkpoints import schedule as schedule_module
 from tutti.job.checkpoints import signals
 from tutti.job.checkpoints.calls import Checkpoints
+from tutti.job.checkpoints.first_rank import FirstRankState
 from tutti.parallel import Mesh
 from tutti.world import World
 
@@ -115,6 +117,84 @@ def test_a_continued_run_is_bit_identical(strategy: str, at: int, tmp_path: Path
     wanted = run_ok(whole, strategy, size=2, transport="sockets")
     for rank in range(2):
         assert all(map(torch.equal, got[rank], wanted[rank]))
+
+
+IN_ONE_CALL = ["native", "ring", "onebit:exact_below=0", "poseidon"]
+"""Strategies under which rank 0 has what all ranks agree on."""
+
+
+@pytest.mark.parametrize("strategy", IN_ONE_CALL)
+def test_values_of_all_ranks_are_merged_after_training_went_on(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of the step of the checkpoint, the last one of an epoch but one."""
+    go_on, gathered = threading.Event(), FirstRankState.gathered
+
+    def late(state: FirstRankState) -> Any:
+        assert go_on.wait(20)
+        return gathered(state)
+
+    monkeypatch.setattr(FirstRankState, "gathered", late)
+
+    def train(world: World) -> None:
+        def save(run: Run) -> bool:
+            if run.job.steps == 11:
+                run.job.checkpoint(tmp_path, *run.parts, extra={"best": 0.5})
+            if run.job.steps == 14:
+                go_on.set()
+            return run.job.steps == 14
+
+        Run(world, strategy).train(2, save)
+
+    run_ok(train, size=2, transport="shared_memory")
+    got = run_ok(continued, strategy, tmp_path, 11, size=2, transport="shared_memory")
+    wanted = run_ok(whole, strategy, size=2, transport="shared_memory")
+    for rank in range(2):
+        assert all(map(torch.equal, got[rank], wanted[rank]))
+
+
+@pytest.mark.parametrize("strategy", [*IN_ONE_CALL, "bmuf:every=4"])
+def test_a_checkpoint_takes_few_calls(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    call = CollectiveCalls.call
+
+    def record(calls: CollectiveCalls, name: str, *args: Any, **options: Any) -> Any:
+        names.append(name)
+        return call(calls, name, *args, **options)
+
+    def train(world: World) -> None:
+        def save(run: Run) -> bool:
+            if run.job.steps == 2:
+                run.job.checkpoint(tmp_path, *run.parts)
+            return run.job.steps == 2
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CollectiveCalls, "call", record)
+            Run(world, strategy).train(1, save)
+
+    run_ok(train, size=1, transport="sockets")
+    assert names[0] == f"job.checkpoint('{tmp_path}')"
+    assert len(names) == 1 if strategy in IN_ONE_CALL else len(names) > 1
+
+
+@pytest.mark.parametrize("strategy", ["native", "bmuf:every=2"])
+def test_a_mistake_in_a_later_checkpoint_is_an_error_on_all_ranks(strategy: str, tmp_path: Path) -> None:
+    def train(world: World) -> list[str]:
+        with Run(world, strategy).job as job:
+            errors = []
+            for extra in ({"best": 1}, {"best": nn.Linear}, {"best": 2}, {nn.Linear: 1}):
+                try:
+                    job.checkpoint(tmp_path, extra=extra)
+                except ConfigError as error:
+                    errors.append(str(error))
+            return errors
+
+    for found in run_ok(train, size=2, transport="shared_memory"):
+        assert len(found) == 2
+        assert "rank 0: " in found[0]
+        assert re.search(r"extra\['best'\] is a type", found[0])
+        assert "extra has the key" in found[1]
+    assert read(tmp_path / "step-00000000").decoded().state["extra"] == {"best": 2}
 
 
 @pytest.mark.parametrize("after", ["ring", "poseidon", "ps:bsp"])
@@ -471,7 +551,7 @@ def test_another_leader_writes(
     """It has not opened the folder: the leader that did was lost in the middle of a checkpoint, or after one."""
 
     def train(world: World) -> list[bool]:
-        with Run(world, "native").job as job:
+        with Run(world, "gossip").job as job:
             with monkeypatch.context() as patch:
                 patch.setattr(Checkpoints, "_agree", lambda *_: (True, 0, [None]))
                 taken = [job.checkpoint(tmp_path)]

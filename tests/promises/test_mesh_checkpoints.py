@@ -25,6 +25,7 @@ from support import run_ok, run_threads
 from tutti.checkpoint import parts, storage, tensor_files
 from tutti.checkpoint.background import BackgroundWriter
 from tutti.checkpoint.index import FILES, INDEX, checkpoints, newest_complete, part_file, read_index, verify
+from tutti.checkpoint.snapshots import EncodedSnapshot
 from tutti.checkpoint.storage import CheckpointWriter, read
 from tutti.checkpoint.tensor_files import write_all
 from tutti.codecs import ErrorFeedback, TopK
@@ -212,15 +213,23 @@ def test_no_rank_holds_the_whole_model(mesh: Mesh, tmp_path: Path, monkeypatch: 
 
         monkeypatch.setattr(owner, name, gather)
 
+    submit = BackgroundWriter.submit
+    kept: dict[int, EncodedSnapshot] = {}
+
+    def keep(writer: BackgroundWriter, snapshot: EncodedSnapshot) -> None:
+        kept[threading.get_ident()] = snapshot
+        submit(writer, snapshot)
+
+    monkeypatch.setattr(BackgroundWriter, "submit", keep)
+
     def train(world: World) -> list[int]:
         run = Run(world, mesh).steps(2)
         saving.add(threading.get_ident())
         run.job.checkpoint(tmp_path)
         saving.discard(threading.get_ident())
-        writers = run.job._checkpoints._writers.values()
-        kept = [writer._last for writer in writers if writer._last is not None]
         run.job.finish()
-        return [tensor.nbytes for each in kept for file in FILES[:2] for tensor in each.tensors[file].values()]
+        own = kept.get(threading.get_ident())
+        return [] if own is None else [tensor.nbytes for file in FILES[:2] for tensor in own.tensors[file].values()]
 
     held = [sum(sizes) for sizes in run_ok(train, size=mesh.size, transport="sockets")]
     num_parts = mesh.tensor * mesh.pipe

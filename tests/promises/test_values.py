@@ -58,6 +58,34 @@ def test_reduce_and_gather_give_the_same_on_all_ranks(transport: str) -> None:
         assert number.item() == 3
 
 
+def large(world: World) -> list[list[int]]:
+    """In shared memory neither the values of a call nor their answer, or only the answer, have room in a page."""
+    with job_of(world) as job:
+        found = []
+        for numel in (10, 20_000, 10, 100_000, 10):
+            gathered = job.gather(torch.full((numel,), world.rank, dtype=torch.float32))
+            found.append([int(tensor.sum() / numel) for tensor in gathered])
+        return found
+
+
+def test_values_of_any_size(transport: str) -> None:
+    assert run_ok(large, size=3, transport=transport) == [[[0, 1, 2]] * 5] * 3
+
+
+def test_a_value_that_was_sent_is_a_copy(transport: str) -> None:
+    def change(world: World) -> float:
+        with job_of(world) as job:
+            value = torch.ones(3)
+            gathered = job.gather(value)
+            value.zero_()
+            job.barrier()
+            job.gather(torch.full((50,), 7.0))  # Into the same memory, if there is any.
+            job.gather(torch.full((50,), 7.0))
+            return float(sum(tensor.sum() for tensor in gathered))
+
+    assert run_ok(change, size=2, transport=transport) == [6.0, 6.0]
+
+
 def under(world: World, strategy: str) -> float:
     with job_of(world, strategy) as job:
         train(job, 2 + job.world.rank if strategy.startswith("ps:async") else 2)

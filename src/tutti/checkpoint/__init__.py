@@ -17,6 +17,8 @@ A run's folder holds one folder per checkpoint, and a pointer for people and oth
     durable       files and folders that survive a crash
     run_lock      one writer per folder
     file_system   the kind of file system that a folder is on
+    copies        copies of nested values, made before the next step
+    snapshots     snapshots in memory: as they are given, copied, and encoded
     storage       snapshots: write and read
     parallel      several files at once
     background    writing beside training

@@ -16,8 +16,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from weakref import WeakSet
 
+from tutti.checkpoint.copies import Layout, TensorCopies
 from tutti.checkpoint.parts import PartRanks, PartWriter
-from tutti.checkpoint.storage import CheckpointWriter, EncodedSnapshot
+from tutti.checkpoint.snapshots import EncodedSnapshot
+from tutti.checkpoint.storage import CheckpointWriter
 from tutti.errors import CheckpointError
 
 _log = logging.getLogger("tutti")
@@ -51,8 +53,8 @@ class BackgroundWriter:
         self._thread = ThreadPoolExecutor(1, "tutti-checkpoint") if ranks is None else ranks.thread
         self._ranks = ranks
         self._pending: Future[Path] | None = None
-        self._last: EncodedSnapshot | None = None
-        """The last snapshot: in the thread's hands until it is idle, then free to be overwritten."""
+        self._last: TensorCopies | None = None
+        """The tensors of the last snapshot: in the thread's hands until it is idle, then free to be overwritten."""
         _open.add(self)
         self.seconds = 0.0
         """How long the last checkpoint took to write."""
@@ -71,8 +73,13 @@ class BackgroundWriter:
         """Whether a snapshot is being written."""
         return self._pending is not None and not self._pending.done()
 
-    def memory(self) -> EncodedSnapshot | None:
-        """Wait until the last snapshot is written, and return it: its tensors may be overwritten by the next one."""
+    @property
+    def layout(self) -> Layout | None:
+        """The layout of the last snapshot, which may be being written; None if there is none."""
+        return None if self._last is None else self._last.layout
+
+    def memory(self) -> TensorCopies | None:
+        """Wait until the last snapshot is written, and return its tensors, which the next one may overwrite."""
         self.wait()
         last, self._last = self._last, None
         return last
@@ -80,7 +87,7 @@ class BackgroundWriter:
     def submit(self, snapshot: EncodedSnapshot) -> None:
         """Have a snapshot written, after the one before. The caller must not change its tensors until `memory`."""
         self.wait()
-        self._last = snapshot
+        self._last = snapshot.copies
         if self._ranks is not None and self._ranks.transport.cluster is not None:
             # Messages in virtual time belong to the thread of the simulated rank.
             self._pending = Future()

@@ -40,7 +40,7 @@ from tutti.errors import CheckpointError, TuttiError
 from tutti.transports import Transport
 
 if TYPE_CHECKING:
-    from tutti.checkpoint.storage import EncodedSnapshot
+    from tutti.checkpoint.snapshots import EncodedSnapshot
 
 _GO, _STOP = 1, 0
 _FAILED = -1
@@ -225,25 +225,26 @@ class PartWriter:
         return None
 
     def _write_into(self, folder: Path, snapshot: "EncodedSnapshot") -> None:
-        transport = self._transport
-        if not _sees(folder):
-            self._send(snapshot)
-            return
+        transport, sees = self._transport, _sees(folder)
         try:
             with explained_errors(f"write a part of the checkpoint {self._run / folder_name(snapshot.steps)}"):
-                part = write_part(folder, snapshot, transport.rank, transport.size)
+                if sees:
+                    reply = asdict(write_part(folder, snapshot, transport.rank, transport.size))
+                else:
+                    names = {file: part_file(file, transport.rank, transport.size) for file in snapshot.tensors}
+                    trees = {names[file]: tree for file, tree in snapshot.trees.items()}
+                    reply = {"sends": list(names.values()), "trees": trees}
         except BaseException as error:  # Of any kind: the leader waits.
             send_json({"error": str(error) if isinstance(error, CheckpointError) else repr(error)}, transport, 0)
             receive_json(transport, 0)
             raise
-        send_json(asdict(part), transport, 0)
+        send_json(reply, transport, 0)
+        if not sees:
+            self._send(snapshot)
 
     def _send(self, snapshot: "EncodedSnapshot") -> None:
         """Send this rank's part to the leader, block by block as it asks for them."""
         transport = self._transport
-        names = {file: part_file(file, transport.rank, transport.size) for file in snapshot.tensors}
-        trees = {names[file]: tree for file, tree in snapshot.trees.items()}
-        send_json({"sends": list(names.values()), "trees": trees}, transport, 0)
         request = torch.empty(1, dtype=torch.int64, device="cpu")
         blocks, failure = _with_ends(snapshot.tensors.values()), None
         while True:

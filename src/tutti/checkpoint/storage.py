@@ -20,8 +20,8 @@ import logging
 import platform
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -53,6 +53,7 @@ from tutti.checkpoint.index import (
 from tutti.checkpoint.parallel import in_parallel
 from tutti.checkpoint.parts import OtherParts, write_part
 from tutti.checkpoint.run_lock import RunLock
+from tutti.checkpoint.snapshots import EncodedSnapshot, Snapshot
 from tutti.checkpoint.tensor_files import parse_tensors, read_file, write_tensors
 from tutti.checkpoint.tree import decode, encode
 from tutti.errors import CheckpointError, ConfigError
@@ -75,71 +76,6 @@ __all__ = [
     "write",
     "write_model",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """Everything that a checkpoint holds."""
-
-    steps: int
-    """Number of steps that were trained."""
-    model: Mapping[str, Tensor]
-    """The model's state, by its own names."""
-    optimizer: Mapping[str, Any] = field(default_factory=dict)
-    """The optimiser's state: values that `tutti.checkpoint.tree` encodes."""
-    state: Mapping[str, Any] = field(default_factory=dict)
-    """All other state, likewise."""
-    strategy: str = ""
-    world_size: int = 1
-
-    def __post_init__(self) -> None:
-        if self.steps < 0:
-            raise ConfigError(f"a checkpoint needs a number of steps of 0 or more, got {self.steps}.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncodedSnapshot:
-    """A snapshot as JSON values and tensors: what is written. Made before the copy, so that mistakes show at once."""
-
-    steps: int
-    strategy: str
-    world_size: int
-    trees: dict[str, Any]
-    """JSON values by file."""
-    tensors: dict[str, dict[str, Tensor]]
-    """Tensors by file and name; those of the snapshot itself until `copied`."""
-
-    @classmethod
-    def of(cls, snapshot: Snapshot) -> "EncodedSnapshot":
-        """Encode a snapshot. Raises `CheckpointError` for values that cannot be stored."""
-        sections = (MODEL, "model", snapshot.model), (OPTIMIZER, "optimizer", snapshot.optimizer)
-        encoded = {file: encode(dict(value), root) for file, root, value in (*sections, (STATE, "", snapshot.state))}
-        return cls(
-            steps=snapshot.steps,
-            strategy=snapshot.strategy,
-            world_size=snapshot.world_size,
-            trees={file: tree for file, (tree, _) in encoded.items()},
-            tensors={file: tensors for file, (_, tensors) in encoded.items()},
-        )
-
-    def copied(self, memory: "EncodedSnapshot | None" = None) -> "EncodedSnapshot":
-        """Return the same with tensors of its own on the CPU, so that training can go on.
-
-        `memory` is an earlier copy that nobody needs any more. Its tensors are overwritten where they fit: the system
-        gives out new memory page by page, which takes several times as long as copying.
-        """
-        spare = {} if memory is None else memory.tensors
-        copies = {
-            file: {name: _copy(tensor, spare.get(file, {}).get(name)) for name, tensor in tensors.items()}
-            for file, tensors in self.tensors.items()
-        }
-        return replace(self, tensors=copies)
-
-
-def _copy(tensor: Tensor, memory: Tensor | None) -> Tensor:
-    if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
-        return tensor.to("cpu", copy=True)
-    return memory.copy_(tensor)
 
 
 @dataclass(frozen=True)

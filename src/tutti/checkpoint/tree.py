@@ -49,8 +49,9 @@ SAFE_DTYPES = {
 """The dtypes that every release of safetensors since 0.4.4 loads, by their names in a file. Others become bytes."""
 
 _MAX_DEPTH = 100
-_PLAIN_DICTS = (dict, OrderedDict, defaultdict, Counter)
-_PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+PLAIN_DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
+PLAIN_KEYS = frozenset({type(None), str, int, float, bool})
+PLAIN_TENSORS = frozenset({Tensor, nn.Parameter, nn.Buffer})
 _HELD = "numbers, text, bytes, tensors, NumPy arrays, and dicts, lists and tuples of these"
 
 _SIMPLE: dict[type, Callable[[Any], Any]] = {
@@ -66,6 +67,9 @@ _SIMPLE: dict[type, Callable[[Any], Any]] = {
     torch.Size: lambda value: {TAG: "size", "shape": list(value)},
 }
 """Values without parts as JSON, by type."""
+
+SIMPLE_KINDS = frozenset(_SIMPLE)
+"""Types of values without parts, none of which can change."""
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "int": lambda value: int(value["hex"], 16),
@@ -113,7 +117,7 @@ class _Encoder:
             return self._tensor(value, path)
         if isinstance(value, np.generic | np.ndarray):  # Before float: np.float64 is one.
             return self._array(value, path)
-        if type(value) in _PLAIN_DICTS:
+        if type(value) in PLAIN_DICTS:
             return self._dict(value, path)
         if type(value) in (list, tuple):
             items = [self.encode(item, (*path, number)) for number, item in enumerate(value)]
@@ -122,7 +126,7 @@ class _Encoder:
         return make(value) if make else self._refuse(path, f"is {_kind(value)}")
 
     def _dict(self, value: dict[Any, Any], path: Path) -> Any:
-        wrong = [key for key in value if not (key is None or type(key) in (str, int, float, bool))]
+        wrong = [key for key in value if type(key) not in PLAIN_KEYS]
         if wrong:
             return self._refuse(path, f"has the key {wrong[0]!r}, which is {_kind(wrong[0])} and not text or a number")
         if TAG not in value and all(type(key) is str for key in value):
@@ -134,7 +138,7 @@ class _Encoder:
         if isinstance(value, TensorShard):
             entry = self._tensor(value.tensor, path)
             return entry and {**entry, "place": asdict(value.place)}
-        if type(value) not in _PLAIN_TENSORS:
+        if type(value) not in PLAIN_TENSORS:
             return self._refuse(path, f"is {_kind(value)}, a subclass of Tensor")
         if value.layout is not torch.strided or value.is_quantized or value.is_nested or value.is_meta:
             kind = "quantised" if value.is_quantized else "nested" if value.is_nested else str(value.layout)

@@ -22,6 +22,9 @@ had the old root's answer already and be in a later call by then: it keeps its l
 that is one call behind. A rank whose request cannot be answered any more gets an ERROR.
 
 Everything on the channel runs as spawned operations, one per peer, so that the loss of one does not end the others.
+
+Ranks of one host make calls that no rank may miss in shared memory instead (`memory_calls`), where a call takes some
+microseconds. Rank 0 is the root there. The values of one call may be too large for that: then all ranks make it here.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,6 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tutti.collectives.memory_calls import MemoryCalls
 from tutti.collectives.packing import from_bytes, to_bytes
 from tutti.errors import ConfigError, DeadlineExceeded, RankLost, ReplicaMismatch, TuttiError
 from tutti.transports import SharesMemory, Transport, Work
@@ -74,6 +78,7 @@ class CollectiveCalls:
         plain = transport.inner if isinstance(transport, SharesMemory) else transport
         self._channel = plain.channel("calls")
         self._transport = transport
+        self._memory: MemoryCalls | None = None
         # All ranks together are the transport itself. Others are opened when a call finds that ranks are lost.
         self._groups: dict[tuple[int, ...], Transport] = {tuple(range(transport.size)): transport}
         self._rank = transport.rank
@@ -82,6 +87,11 @@ class CollectiveCalls:
         self._last_answer: Tensor | None = None
         self._failure: TuttiError | None = None
         """Set once a call has failed in a way that leaves ranks in different calls: later calls would mix them."""
+
+    def open(self) -> None:
+        """Let calls go through shared memory from now on, where ranks have it. Collective. Idempotent."""
+        if self._memory is None:
+            self._memory = MemoryCalls.of(self._transport)
 
     def call(self, name: str, value: Any, combine: Combine, elastic: bool) -> Any:
         """Return what `combine` makes of all ranks' values, the same on every rank. Collective.
@@ -100,6 +110,8 @@ class CollectiveCalls:
         self._num_calls += 1
         call = _Call(name, self._num_calls, elastic)
         data = _request(name, value)
+        if self._memory is not None and not elastic:
+            self._call_in_memory(self._memory, call, data, combine)
         while call.answer is None and call.error is None:
             # Again after every loss: ranks that know the same losses have the same root, and `_receive_request` bridges
             # the moment in which they do not.
@@ -111,6 +123,26 @@ class CollectiveCalls:
         if call.error is not None:
             raise call.error
         return call.answer[0]
+
+    def _call_in_memory(self, memory: MemoryCalls, call: _Call, data: Tensor, combine: Combine) -> None:
+        """Make a call in shared memory. It has neither answer nor error afterwards if its values are too large."""
+
+        def answer(requests: list[Tensor]) -> Tensor:
+            self._combine(call, {rank: from_bytes(request) for rank, request in enumerate(requests)}, combine)
+            return to_bytes(_outcome(call))
+
+        try:
+            found = memory.exchange(data, answer)
+        except DeadlineExceeded:
+            late = memory.late_ranks()
+            self._failure = call.error = self._missing_error(call, late) if late else self._silent_error(call, 0)
+        except RankLost as error:
+            self._failure = call.error = error
+        else:
+            if found is None:
+                call.answer = call.error = None
+            elif self._rank != 0:
+                _take_outcome(call, *from_bytes(found))
 
     @property
     def num_lost(self) -> int:
@@ -136,23 +168,26 @@ class CollectiveCalls:
                 work.wait()
             if self._failure is not None:
                 raise self._failure
-            call.answer = [combine(_values(call.name, requests, self._channel.world_ranks))]
+            self._combine(call, requests, combine)
         except DeadlineExceeded:
             # Operations still wait for the missing ranks, so nothing else can be received here any more.
             self._failure = call.error = self._missing_error(call, sorted(set(peers) - requests.keys()))
         except RankLost as error:
             self._failure = call.error = error
-        except ConfigError as error:
-            call.error = error
-        kind, content = _Kind.ANSWER, call.answer
-        if call.error is not None:
-            kind, content = _Kind.ERROR, [_name(call.error), str(call.error)]
+        kind, content = _outcome(call)
         # Kept until the next call is answered: a rank that lost an earlier root may still ask for it.
         self._last_answer = _message(kind, call.number, to_bytes(content))
         # A rank that did not come cannot take the answer, and a send to it could block.
         here = [peer for peer in peers if peer in requests]
         for work in [self._channel.spawn(self._send(peer, self._last_answer)) for peer in here]:
             work.wait()
+
+    def _combine(self, call: _Call, requests: dict[int, Any], combine: Combine) -> None:
+        """Set the answer of a call, or the error that its values are."""
+        try:
+            call.answer = [combine(_values(call.name, requests, self._channel.world_ranks))]
+        except ConfigError as error:
+            call.error = error
 
     def _receive_request(self, peer: int, call: _Call, requests: dict[int, Any]) -> Operation:
         """Tell a peer that its root is here, and receive what it calls with; note if it is lost instead."""
@@ -207,11 +242,7 @@ class CollectiveCalls:
                 # Ranks other than the root keep it too: if the root is lost, the next one may have to give it to a
                 # rank that missed it.
                 self._last_answer = _message(kind, number, data)
-                content = from_bytes(data)
-                if kind == _Kind.ANSWER:
-                    call.answer = content
-                else:
-                    call.error = _ERRORS[content[0]](content[1])
+                _take_outcome(call, kind, from_bytes(data))
                 return
         except RankLost as error:
             self._alive.discard(root)
@@ -224,12 +255,16 @@ class CollectiveCalls:
             return self._missing_error(call, [root])
         with suppress(DeadlineExceeded):
             work.wait()  # The root waits for somebody: it knows for whom, and its deadline is close.
-        return call.error or DeadlineExceeded(
+        return call.error or self._silent_error(call, root)
+
+    def _silent_error(self, call: _Call, root: int) -> DeadlineExceeded:
+        """Return the error of a rank whose root has come and has not answered."""
+        return DeadlineExceeded(
             f"rank {self._channel.world_rank}: {call.name} was called by rank {self._channel.world_ranks[root]}, which "
             "did not answer in time: it waited for another rank, which its own error names, or hangs."
         )
 
-    def _missing_error(self, call: _Call, missing: list[int]) -> DeadlineExceeded:
+    def _missing_error(self, call: _Call, missing: Sequence[int]) -> DeadlineExceeded:
         """Return the error that names the ranks which have not made a call that others wait in."""
         numbers = ", ".join(str(self._channel.world_ranks[rank]) for rank in missing)
         names = f"rank{'' if len(missing) == 1 else 's'} {numbers}"
@@ -259,6 +294,21 @@ def _values(name: str, requests: dict[int, Any], world_ranks: Sequence[int]) -> 
     if mistakes := {world_ranks[rank]: got[2] for rank, got in requests.items() if len(got) > 2}:
         raise ConfigError("\n".join(f"rank {rank}: {name}: {mistake}" for rank, mistake in mistakes.items()))
     return {rank: got[1] for rank, got in requests.items()}
+
+
+def _outcome(call: _Call) -> list[Any]:
+    """Return what the root sends of a call: the kind of the message, and its content."""
+    if call.error is None:
+        return [_Kind.ANSWER, call.answer]
+    return [_Kind.ERROR, [_name(call.error), str(call.error)]]
+
+
+def _take_outcome(call: _Call, kind: int, content: Any) -> None:
+    """Set the answer or the error of a call to what the root has sent."""
+    if kind == _Kind.ANSWER:
+        call.answer = content
+    else:
+        call.error = _ERRORS[content[0]](content[1])
 
 
 def _name(error: TuttiError) -> str:

@@ -52,14 +52,15 @@ def to_bytes(value: Any) -> Tensor:
     # In a dry run tensors have no values; their sizes still have to travel.
     tensors = [torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor for tensor in tensors]
     raw = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
-    length = torch.tensor([len(head)], device="cpu").view(torch.uint8)
-    return torch.cat([length, torch.frombuffer(bytearray(head), dtype=torch.uint8), *raw])
+    begin = torch.frombuffer(bytearray(len(head).to_bytes(8, "little") + head), dtype=torch.uint8)
+    return torch.cat([begin, *raw]) if raw else begin
 
 
 def from_bytes(data: Tensor) -> Any:
     """Return the value that `to_bytes` made bytes of."""
-    length = int(data[:8].clone().view(torch.int64))  # Cloned: `view` to a wider dtype needs an aligned offset.
-    packed, kinds = json.loads(data[8 : 8 + length].numpy().tobytes())
+    octets = data.numpy()
+    length = int.from_bytes(octets[:8].tobytes(), "little")
+    packed, kinds = json.loads(octets[8 : 8 + length].tobytes())
     tensors, start = [], 8 + length
     for shape, name in kinds:
         dtype = getattr(torch, name)

@@ -35,10 +35,10 @@ A lost rank may have been behind, also by epochs. So there are two numbers: `epo
 epochs first, and through its own epoch last. A trail (`trail.py`) has the position after each step since ranks have
 changed last: from it follows how far a lost rank was, of which the others know the steps.
 
-Only the thread of the training loop writes a cursor. Nothing here waits but `state_dict`, a collective call.
+Only the thread of the training loop writes a cursor. Nothing here waits but `gather`, a collective call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -47,6 +47,7 @@ import torch
 from tutti.data.committed import CommittedPosition
 from tutti.data.saved_position import SavedPosition
 from tutti.data.stages import Stage
+from tutti.strategies.saved_state import PerRank
 from tutti.world import World
 
 Keep = Literal["global", "local"]
@@ -191,18 +192,25 @@ class Cursor:
             "worker_seeds": [None] * self.world.size,
         }
 
-    def state_dict(self, own: Any, merge: Merge) -> dict[str, Any]:
-        """Return the position of all ranks, and what `merge` makes of every rank's `own` values. Collective."""
+    def rank_state(self, own: Any, merge: Merge) -> PerRank:
+        """Return this rank's position, and what `merge` makes of every rank's `own` values."""
         self.world.sample_counts.commit_void_steps()
         epoch, num_items = self.position
         value = [self.world.rank, epoch, num_items, self._worker_seeds.get(epoch), own]
+        # As they are now: the state may be made of them when training has gone on.
+        num_parts, stages = self.num_parts, self.stages
+        return PerRank(value, lambda values: self._combined(values, merge, num_parts, stages))
+
+    def gather(self, state: PerRank) -> dict[str, Any]:
+        """Return the position of all ranks. Collective."""
         elastic = any(exchange.tolerates_loss for exchange in self.world.usage.exchanges)
         with self.world.waiting():
-            return self.world.call(
-                "shard.state_dict", value, lambda values: self._combined(values, merge), elastic=elastic
-            )
+            found: dict[str, Any] = self.world.call("shard.state_dict", state.value, state.merge, elastic=elastic)
+        return found
 
-    def _combined(self, values: dict[int, Any], merge: Merge) -> dict[str, Any]:
+    def _combined(
+        self, values: dict[int, Any], merge: Merge, num_parts: int, stages: Sequence[Stage]
+    ) -> dict[str, Any]:
         """Return the state, from the values of all ranks of the transport. Called on one rank, for all."""
         # Where several ranks hold one replica, they have the same number in the data's world, and the same position.
         of_rank = {value[0]: value[1:] for value in values.values()}
@@ -212,9 +220,9 @@ class Cursor:
         positions = [[epoch, num_items] for epoch, num_items, *_ in known]
         return {
             **self._data,
-            "num_parts": self.num_parts,
+            "num_parts": num_parts,
             "positions": positions,
-            "stages": [_as_json(stage) for stage in self.stages if max(stage.epochs) >= first],
+            "stages": [_as_json(stage) for stage in stages if max(stage.epochs) >= first],
             "worker_seeds": [seed for _, _, seed, _ in known],
             **merge({rank: own for rank, (*_, own) in of_rank.items()}, positions),
         }

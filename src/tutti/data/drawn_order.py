@@ -16,6 +16,7 @@ class DrawnOrder(EpochOrder):
     """Batches that rank 0's sampler gave, or every rank's own where it says that it gives the same on all of them."""
 
     name = "that of a sampler"
+    needs_one_call = False
 
     def __init__(self, loader: DataLoader[Any], world: World) -> None:
         assert loader.batch_sampler is not None

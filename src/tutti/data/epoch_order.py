@@ -24,6 +24,9 @@ KEPT_EPOCHS = 2
 class EpochOrder(ABC):
     """The batches of all ranks in each epoch."""
 
+    needs_one_call: bool = True
+    """Whether `merge` has all that a state needs, so that `complete` adds nothing."""
+
     @property
     @abstractmethod
     def name(self) -> str:

@@ -13,6 +13,7 @@ from tutti.data.saved_position import refusing_damage
 from tutti.data.sharded_data import ShardedData, refuse_servers
 from tutti.data.stream import Stream, best_places
 from tutti.errors import ConfigError
+from tutti.strategies.saved_state import PerRank
 from tutti.world import World
 
 
@@ -42,17 +43,15 @@ class ShardedIterable(ShardedData):
         first, items = stream.read(iteration.epoch, first_unused, cursor.stages, seed)
         return in_turn(items, cursor, iteration, lambda item: item, self._between_batches, first)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of all ranks in the data: the items whose steps were taken. Collective."""
-        self._take_over()
-        cursor, num_ranks = self._cursor, self._world.size
+    def _rank_state(self) -> PerRank:
+        cursor, stages, num_ranks = self._cursor, self._cursor.stages, self._world.size
 
         def merge(values: dict[int, Any], positions: list[list[int]]) -> dict[str, Any]:
-            places = best_places([place for place in values.values() if place], positions, cursor.stages, num_ranks)
+            places = best_places([place for place in values.values() if place], positions, stages, num_ranks)
             return {"places": [list(place) for place in places]}
 
         place = self._stream.place(cursor.position[0], cursor.committed.is_settled)
-        return cursor.state_dict(place, merge)
+        return cursor.rank_state(place, merge)
 
     def export(self) -> dict[str, Any]:
         """Return the position as a state that a new rank of this world can load. Not collective."""

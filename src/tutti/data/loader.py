@@ -18,6 +18,7 @@ from tutti.data.saved_position import refusing_damage
 from tutti.data.sharded_data import ShardedData, loading, refuse_servers
 from tutti.data.stages import left_over
 from tutti.errors import ConfigError
+from tutti.strategies.saved_state import PerRank
 from tutti.world import World
 
 
@@ -89,7 +90,12 @@ class ShardedLoader(ShardedData):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of all ranks in the data: the samples whose steps were taken. Collective."""
-        self._take_over()
+        return self._order.complete(super().state_dict(), self._world)
+
+    def rank_state(self, world: World) -> PerRank | None:
+        return super().rank_state(world) if self._order.needs_one_call else None
+
+    def _rank_state(self) -> PerRank:
         order, generator = self._order, self._source.generator
 
         def merge(values: dict[int, Any], positions: list[list[int]]) -> dict[str, Any]:
@@ -99,7 +105,7 @@ class ShardedLoader(ShardedData):
             return {**own, **order.merge({rank: value[0] for rank, value in values.items()}, positions)}
 
         own = [order.own_state(self._cursor.position[0]), None if generator is None else generator.get_state()]
-        return order.complete(self._cursor.state_dict(own, merge), self._world)
+        return self._cursor.rank_state(own, merge)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position that `state_dict` returned; every rank loads it."""

@@ -7,6 +7,7 @@ from typing import Any, Self
 from tutti.coordination.activity import IDLE, Activity
 from tutti.data.elastic_data import ElasticData
 from tutti.errors import ConfigError
+from tutti.strategies.saved_state import PerRank
 from tutti.world import World
 
 
@@ -56,7 +57,17 @@ class ShardedData(ElasticData):
         step is not taken yet is used again by a run that continues.
         """
         self._take_over()
-        return self._cursor.state_dict(None, lambda values, positions: {})
+        return self._cursor.gather(self._rank_state())
+
+    def rank_state(self, world: World) -> PerRank | None:
+        """Return this rank's part of `state_dict`, for a call of `world` that gathers other values as well.
+
+        None if it takes other calls: those of another world, or several.
+        """
+        return self._rank_state() if world is self._world else None
+
+    def _rank_state(self) -> PerRank:
+        return self._cursor.rank_state(None, lambda values, positions: {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position that `state_dict` returned; every rank loads it.

@@ -57,7 +57,10 @@ class Job(CollectiveValues, JobCheckpoints, JobProgress, NotCopied):
         """The world that `tutti.world()` returned before `distribute`; restored at the end."""
         # On a mesh the ranks of all rows save the model together.
         everyone = world if model_on_mesh is None else previous_world
-        _ = world.calls, everyone.calls  # Opened by all ranks here, where they are together.
+        for each in (world, everyone):  # Opened by all ranks here, where they are together.
+            calls = each.calls
+            if each.elastic is None:  # Else the ranks change, and with them the memory that they share.
+                calls.open()
         self._checkpoints = Checkpoints(self, everyone, replica, model_on_mesh)
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -64,18 +64,22 @@ def job_state(
     everywhere: bool = True,
 ) -> dict[str, Any]:
     """Return the state of a job, on a mesh with this rank's part of the strategy's state. Collective along `data`."""
+    return {
+        "strategy": str(strategy),
+        "steps": replica.steps,
+        "parameters": parameter_shapes(replica, model_on_mesh),
+        "exchange": gather_ranks(exchange_state(replica, exchange), calls, exchange.tolerates_loss, everywhere),
+    }
+
+
+def exchange_state(replica: Replica, exchange: Exchange) -> dict[str, Any]:
+    """Return the parts of a strategy, with a `PerRank` for every value of which each rank has its own."""
     parts = exchange.state_dict()
     if replica.owed:
         # In units of the mean, as `Exchange.add_to_gradient` takes it.
         factor = exchange.num_workers * exchange.gradient_share
         parts["owed"] = {name: value * factor for name, value in replica.owed.items()}
-    parts = gather_ranks(parts, calls, exchange.tolerates_loss, everywhere)
-    return {
-        "strategy": str(strategy),
-        "steps": replica.steps,
-        "parameters": _shapes(replica, model_on_mesh),
-        "exchange": parts,
-    }
+    return parts
 
 
 def load_job_state(
@@ -93,7 +97,7 @@ def load_job_state(
         raise ConfigError(
             f"this is no state of a job: it has no {', '.join(sorted(missing))}. Give what job.state_dict() returned."
         )
-    refuse_another_model(state["parameters"], _shapes(replica, model_on_mesh))
+    refuse_another_model(state["parameters"], parameter_shapes(replica, model_on_mesh))
     # After this nothing is refused any more: a state of another model has changed nothing.
     parts = state["exchange"] if model_on_mesh is None else model_on_mesh.local_state(state["exchange"])
     replica.steps = state["steps"]
@@ -129,7 +133,7 @@ def _convert(parts: dict[str, Any], replica: Replica, exchange: Exchange) -> set
     return parts.keys() - _REMADE
 
 
-def _shapes(replica: Replica, model_on_mesh: ModelOnMesh | None) -> dict[str, list[int]]:
+def parameter_shapes(replica: Replica, model_on_mesh: ModelOnMesh | None) -> dict[str, list[int]]:
     """Return the shape of every trained parameter of the whole model, in the order of names."""
     if model_on_mesh is not None:
         return model_on_mesh.trained_shapes

@@ -180,6 +180,7 @@ class AllReduceExchange(Exchange):
     """Starts a bucket's all-reduce when the bucket is full, and waits for all of them at the end of backward."""
 
     equal_after_steps = True
+    agreed_on_first = True
 
     def __init__(self, replica: Replica, transport: Transport, strategy: AllReduce) -> None:
         super().__init__(replica, transport)

@@ -36,6 +36,9 @@ class Exchange(Resumable):
 
     equal_after_steps: bool = False
     """Whether all ranks hold the same parameters after every step, and take the same backward passes together."""
+    agreed_on_first: bool = False
+    """Whether rank 0 holds between steps what all ranks agree on, in memory of its own: the parameters, the buffers and
+    the optimiser's state. It can then save them without a consensus, while the others train on."""
     adds_up: bool = False
     """Whether it adds gradients up over ranks where their weight is `ADD_UP`; otherwise it makes means only."""
     cost: Callable[[Profile, Placement], CommunicationCost] | None = None

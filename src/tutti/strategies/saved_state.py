@@ -1,8 +1,8 @@
 """Parts of a saved state: `PerRank` marks what every rank has its own of, and `gather_ranks` brings it together.
 
-An exchange knows its own rank's state only. The job replaces every `PerRank` by the list of all ranks' values, in one
-gather for all of them (`job/state.py`). So strategies have no gather of their own, and a checkpoint that one rank
-writes is sent to that rank alone.
+An exchange knows its own rank's state only. The job replaces every `PerRank` by what it makes of all ranks' values, in
+one gather for all of them (`job/state.py`, `job/checkpoints/`). So strategies have no gather of their own, and a
+checkpoint that one rank writes is sent to that rank alone.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,41 +20,74 @@ from tutti.replica.buckets import Slot
 from tutti.replica.state import load_optimizer_state
 
 
+def _in_order(values: dict[int, Any]) -> Any:
+    return [values[rank] for rank in sorted(values)]
+
+
 @dataclass(frozen=True)
 class PerRank:
     """A value in a saved state of which every rank has its own."""
 
     value: Any
     """This rank's: a nest of containers, numbers and tensors."""
+    merge: Callable[[dict[int, Any]], Any] = _in_order
+    """From the values by rank, of the ranks that are there, to what the state has of them; by default their list."""
     new: Any = None
     """What a rank begins with that joins the others; None if it is the same as this rank's."""
 
 
 def gather_ranks(state: dict[str, Any], calls: CollectiveCalls, elastic: bool, everywhere: bool) -> dict[str, Any]:
-    """Replace every `PerRank` by the list of the values of all living ranks, by rank. Collective.
+    """Replace every `PerRank` by what it makes of the values of all living ranks. Collective.
 
     Args:
         state: has a `PerRank` at the same places on every rank.
         calls: calls among the ranks.
         elastic: whether a lost rank is left out, rather than an error.
-        everywhere: whether every rank gets the state of the first; else the lists are empty on all others.
+        everywhere: whether every rank gets the state of the first; else there are empty lists on all others.
     """
-    own: list[Any] = []
-    _replace(state, own.append)
-    if not own:
+    marks = marks_of(state)
+    if not marks:
         return state
+    own = [mark.value for mark in marks]
     gathered: list[dict[str, Any]] = []
 
     def combine(values: dict[int, Any]) -> Any:
         # Copied on a single rank, where nothing was sent: the values are those that training goes on to change.
-        ranks = [values[rank] for rank in sorted(values)] if len(values) > 1 else [from_bytes(to_bytes(own))]
-        columns = iter(list(zip(*ranks, strict=True)))
-        gathered.append(_replace(state, lambda _: list(next(columns))))
+        ranks = values if len(values) > 1 else {0: from_bytes(to_bytes(own))}
+        found = iter(merged_marks(marks, ranks))
+        gathered.append(_replace(state, lambda _: next(found)))
         return gathered[0] if everywhere else None
 
     answer = calls.call("job.state_dict", own, combine, elastic)
     # The first rank has what it has made itself: its answer would be a copy.
     return gathered[0] if gathered else answer or _replace(state, lambda _: [])
+
+
+def marks_of(state: Any) -> list[PerRank]:
+    """Return every `PerRank` in nested dicts, in their order."""
+    marks: list[PerRank] = []
+    _replace(state, marks.append)
+    return marks
+
+
+def without_marks(state: dict[str, Any]) -> tuple[dict[str, Any], dict[tuple[str, ...], PerRank]]:
+    """Return nested dicts without each `PerRank`, and these by the keys that led to them."""
+    marks: dict[tuple[str, ...], PerRank] = {}
+    plain: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, PerRank):
+            marks[key,] = value
+        elif isinstance(value, dict):
+            plain[key], inner = without_marks(value)
+            marks |= {(key, *path): mark for path, mark in inner.items()}
+        else:
+            plain[key] = value
+    return plain, marks
+
+
+def merged_marks(marks: Sequence[PerRank], values: dict[int, Sequence[Any]]) -> list[Any]:
+    """Return what each of several marks makes of its values; `values` has those of all marks, by rank."""
+    return [mark.merge({rank: each[number] for rank, each in values.items()}) for number, mark in enumerate(marks)]
 
 
 _EACH_RANK = "of each rank"
@@ -66,12 +99,12 @@ def of_this_rank(state: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
 
     For ranks that go on together, each from its own state. Of the others nothing is needed, so they owe nothing here.
     """
-    return _replace(state, lambda value: _alone(value, rank, size))
+    return _replace(state, lambda part: _alone(part.value, rank, size))
 
 
 def for_new_ranks(state: dict[str, Any]) -> dict[str, Any]:
     """Return what a rank begins with that joins the others, as values that can be sent."""
-    return _replace_parts(state, lambda part: {_EACH_RANK: part.value if part.new is None else part.new})
+    return _replace(state, lambda part: {_EACH_RANK: part.value if part.new is None else part.new})
 
 
 def from_sent(state: dict[str, Any]) -> dict[str, Any]:
@@ -86,15 +119,11 @@ def _alone(value: Any, rank: int, size: int) -> list[Any]:
     return [value if other == rank else without for other in range(size)]
 
 
-def _replace_parts(tree: Any, replacement: Callable[[PerRank], Any]) -> Any:
+def _replace(tree: Any, replacement: Callable[[PerRank], Any]) -> Any:
+    """Return a copy of nested dicts in which each `PerRank` is what `replacement` returns for it."""
     if isinstance(tree, PerRank):
         return replacement(tree)
-    return {key: _replace_parts(each, replacement) for key, each in tree.items()} if isinstance(tree, dict) else tree
-
-
-def _replace(tree: Any, replacement: Callable[[Any], Any]) -> Any:
-    """Return a copy of nested dicts in which each `PerRank` is what `replacement` returns for its value."""
-    return _replace_parts(tree, lambda part: replacement(part.value))
+    return {key: _replace(value, replacement) for key, value in tree.items()} if isinstance(tree, dict) else tree
 
 
 def optimizer_states(optimizer: Optimizer, slots: Iterable[Slot]) -> dict[str, dict[str, Any]]:

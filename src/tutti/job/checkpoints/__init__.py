@@ -3,7 +3,8 @@
 calls         the two calls, as a part of `Job`
 schedule      when a checkpoint is due: by steps, by time, or because the process was asked to stop
 signals       SIGTERM and SIGUSR1 as requests to stop
-snapshot      the state of all ranks, put together on the rank that writes
+first_rank    the state of all ranks in one call, where rank 0 has what they agree on
+snapshot      the state of all ranks elsewhere, put together on the rank that writes
 restored      a checkpoint, sent to all ranks and loaded
 parts         states of what the loop has besides the job: data, schedulers, a GradScaler
 random_state  states of random number generators

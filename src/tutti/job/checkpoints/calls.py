@@ -2,33 +2,33 @@
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 from weakref import ref
 
-import torch
+from torch import nn
 
 from tutti.checkpoint.background import BackgroundWriter
 from tutti.checkpoint.interval import Every
 from tutti.checkpoint.parts import PartRanks
-from tutti.checkpoint.storage import EncodedSnapshot
+from tutti.checkpoint.snapshots import EncodedSnapshot
 from tutti.collectives.calls import Combine
 from tutti.coordination.activity import IDLE
 from tutti.errors import CheckpointError, ConfigError
 from tutti.job.checkpoints import signals
+from tutti.job.checkpoints.first_rank import FirstRankState
 from tutti.job.checkpoints.parts import LocalParts, load_parts, named_parts
-from tutti.job.checkpoints.random_state import random_state, set_random_state
+from tutti.job.checkpoints.random_state import RandomStates, set_random_state
 from tutti.job.checkpoints.restored import Restored, load_model, receive
 from tutti.job.checkpoints.schedule import CheckpointSchedule, Schedules
-from tutti.job.checkpoints.snapshot import take
+from tutti.job.checkpoints.snapshot import keeping_buffers, take
 from tutti.job.checkpoints.stop_requests import stop_requested
 from tutti.parallel.model_on_mesh import ModelOnMesh
 from tutti.replica import HookedReplica
-from tutti.strategies import Exchange
 from tutti.world import World
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("tutti")
 
 WhenBusy = Literal["wait", "skip"]
+_WHEN_BUSY = get_args(WhenBusy)
 
 
 class JobCheckpoints:
@@ -69,7 +70,10 @@ class JobCheckpoints:
             keep: number of checkpoints that stay; older ones are deleted.
             when_busy: whether to "wait" if the one before is still being written, or to "skip" this one.
         """
-        return self._checkpoints.checkpoint(Path(run), parts, every, Request(dict(extra or {}), keep, when_busy))
+        checkpoints = self._checkpoints
+        if checkpoints.none_due(run, every):  # First of all: a loop calls this in every step.
+            return False
+        return checkpoints.checkpoint(run, parts, every, Request(dict(extra or {}), keep, when_busy))
 
     def track(self, *parts: Any) -> None:
         """State what belongs to the training beside model, optimiser and data, before the first batch.
@@ -104,7 +108,7 @@ class Request:
     when_busy: WhenBusy
 
     def __post_init__(self) -> None:
-        if self.when_busy not in get_args(WhenBusy):
+        if self.when_busy not in _WHEN_BUSY:
             raise ConfigError(f'checkpoint: when_busy must be "wait" or "skip", got {self.when_busy!r}.')
         if not isinstance(self.keep, int) or self.keep < 1:
             raise ConfigError(f"checkpoint: keep must be a number of 1 or more, got {self.keep!r}.")
@@ -113,9 +117,10 @@ class Request:
 class Checkpoints:
     """The checkpoints of one job: its schedules, and on ranks that write the writers.
 
-    How it works. Every checkpoint takes two collective calls around the copying (`snapshot.take`). In the first, ranks
-    agree on whether it is taken: the leader may have a mistake to report (the folder is in use) or be busy, and any
-    rank may have been asked to stop. The answer is the same on all ranks, so they take it together or not at all.
+    How it works. A checkpoint takes one collective call where rank 0 has all that ranks agree on (`first_rank`), and
+    otherwise two around the copying (`snapshot.take`). In the first, ranks agree on whether it is taken: the leader may
+    have a mistake to report (the folder is in use) or be busy, and any rank may have been asked to stop. The answer is
+    the same on all ranks, so they take it together or not at all.
     """
 
     def __init__(self, job: "Job", world: World, replica: HookedReplica, model_on_mesh: ModelOnMesh | None) -> None:
@@ -128,6 +133,8 @@ class Checkpoints:
         self._replica_ranks = [world.rank] if model_on_mesh is None else model_on_mesh.mesh.replica_ranks(world.rank)
         self._writers: dict[Path, BackgroundWriter] = {}
         self.schedules = Schedules()
+        self._schedules_by_call: dict[tuple[str, Every], CheckpointSchedule] = {}
+        """The same by what calls are given. Empty in an elastic world, where each call is noted (`save_last`)."""
         self._begun: set[Path] = set()
         """Folders that a checkpoint was taken for. From then on, a mistake there does not end the training."""
         self._restored_step = -1
@@ -147,25 +154,44 @@ class Checkpoints:
         self._take(run, self.parts.parts, request)
         return run
 
-    def checkpoint(self, run: Path, parts: tuple[Any, ...], every: Every | None, request: Request) -> bool:
-        """As `JobCheckpoints.checkpoint`."""
+    def none_due(self, run: str | PathLike[str], every: Every | None) -> bool:
+        """Whether this is one of several calls with a schedule, and no checkpoint is due in it. Collective at times."""
+        schedule = None if every is None else self._schedules_by_call.get((fspath(run), every))
+        return schedule is not None and not schedule.due(self._replica.steps)
+
+    def checkpoint(
+        self, run: str | PathLike[str], parts: tuple[Any, ...], every: Every | None, request: Request
+    ) -> bool:
+        """As `JobCheckpoints.checkpoint`, after `none_due`."""
+        if self._replica.in_consensus:
+            raise ConfigError("job.checkpoint() inside job.consensus(): end that first.")
         named = named_parts(parts)
         self.parts.add(named)
-        self._last = (run, request)
+        self._last = (Path(run), request)
         self._watch()
         if every is None:
-            return self._take(run, named, request)
-        every = self._world.checkpoints.every or every
-        if (schedule := self.schedules.get(str(run), every)) is None:
-            schedule = CheckpointSchedule(every, self._world, self._is_synchronous, self._call, self._restored_step)
-            if not self.schedules.add(str(run), every, schedule):  # Else the others have opened the folder.
-                self._open(run, request)
-        steps = self._replica.steps
-        if not schedule.due(steps):
-            return False
-        taken = self._take(run, named, request)
+            return self._take(Path(run), named, request)
+        steps, call = self._replica.steps, (fspath(run), every)
+        if (schedule := self._schedules_by_call.get(call)) is None:
+            schedule = self._schedule(Path(run), every, request)
+            if self._world.elastic is None:
+                self._schedules_by_call[call] = schedule
+            if not schedule.due(steps):
+                return False
+        taken = self._take(Path(run), named, request)
         schedule.written(steps)
         return taken
+
+    def _schedule(self, run: Path, every: Every, request: Request) -> CheckpointSchedule:
+        """Return the schedule of a call that `none_due` does not know. Collective when it is made."""
+        every = self._world.checkpoints.every or every
+        if (schedule := self.schedules.get(str(run), every)) is None:
+            job = self._job()
+            synchronous = job is not None and job.strategy.synchronous
+            schedule = CheckpointSchedule(every, self._world, synchronous, self._call, self._restored_step)
+            if not self.schedules.add(str(run), every, schedule):  # Else the others have opened the folder.
+                self._open(run, request)
+        return schedule
 
     def restore(self, run: Path, parts: tuple[Any, ...]) -> Restored | None:
         """As `JobCheckpoints.restore`."""
@@ -200,40 +226,65 @@ class Checkpoints:
             set_random_state(random[self._world.rank])
         return Restored.of(folder, snapshot)
 
-    @property
-    def _exchange(self) -> Exchange:
-        job = self._job()
-        assert job is not None
-        return job._exchange
-
-    @property
-    def _is_synchronous(self) -> bool:
-        job = self._job()
-        return job is not None and job.strategy.synchronous
-
     def _take(self, run: Path, parts: dict[str, Any], request: Request) -> bool:
         """Take a checkpoint on all ranks, and end the program if a signal asks for that. Collective."""
         job = self._job()
         assert job is not None
+        # Of a copy of the model that each rank keeps by itself, rank 0 has no mean.
+        has_copies = any(isinstance(part, nn.Module) for part in parts.values())
+        # In an elastic world a lost rank ends nothing: where rank 0 had gathered the state, another one has to save it.
+        stays = self._world.elastic is None
+        in_one_call = stays and job._exchange.agreed_on_first and self._model_on_mesh is None and not has_copies
         self._world.transport.activity.enter("checkpoint")
         try:
-            taken, stop, random = self._agree(run, request, job)
-            if taken or stop:
-                writer = self._writers.get(run)  # On ranks that write.
-                memory = None if writer is None else writer.memory()
-                state = {"random": random, "extra": request.extra}
-                with self._own_buffers():
-                    snapshot, savers = take(job, parts, state, self._call, memory, self._replica_ranks)
-                self._begun.add(run)
-                if snapshot is not None:
-                    self._submit(run, request, snapshot)
-                if not savers:  # The leader was lost. Who is asked to stop saves the state in the next call.
-                    taken, stop = False, 0
+            taken, stop = (self._take_in_one_call if in_one_call else self._take_together)(run, parts, request, job)
         finally:
             self._world.transport.activity.enter(IDLE)
         if stop:
             self._end(run, stop)
         return taken
+
+    def _take_in_one_call(self, run: Path, parts: dict[str, Any], request: Request, job: "Job") -> tuple[bool, int]:
+        """Take a checkpoint that rank 0 has alone; return whether that was done, and the signal to stop. Collective."""
+        state, apart = FirstRankState(job, self._world, parts, request.extra), None
+        answer: list[Any] | ConfigError
+        try:
+            if job.is_leader:
+                ready = self._ready(run, request)
+                apart = state.taken_apart(self._writers[run].layout)
+                answer = [ready, stop_requested(self._world), None]
+            else:
+                answer = [True, stop_requested(self._world), state.packed()]
+        except ConfigError as error:
+            answer = ConfigError(str(error))
+
+        def agree(answers: dict[int, Any]) -> list[Any]:
+            state.gather({rank: packed for rank, (_, _, packed) in answers.items() if packed is not None})
+            return _agreed(answers)
+
+        taken, stop = self._call(f"job.checkpoint('{run}')", answer, agree)
+        if taken or stop:
+            self._begun.add(run)
+            if apart is not None:
+                self._submit(run, request, apart.copied(self._writers[run].memory(), state.gathered))
+        return taken, stop
+
+    def _take_together(self, run: Path, parts: dict[str, Any], request: Request, job: "Job") -> tuple[bool, int]:
+        """As `_take_in_one_call`, where ranks have to agree on the model, or hold parts of it. Collective."""
+        taken, stop, random = self._agree(run, request, job)
+        if taken or stop:
+            writer = self._writers.get(run)  # On ranks that write.
+            memory = None if writer is None else writer.memory()
+            state = {"random": random, "extra": request.extra}
+            # Other strategies put them back themselves, or exchange statistics with the parameters.
+            with keeping_buffers(self._replica.model) if job._exchange.equal_after_steps else nullcontext():
+                snapshot, savers = take(job, parts, state, self._call, memory, self._replica_ranks)
+            self._begun.add(run)
+            if snapshot is not None:
+                self._submit(run, request, snapshot)
+            if not savers:  # The leader was lost. Who is asked to stop saves the state in the next call.
+                taken, stop = False, 0
+        return taken, stop
 
     def _open(self, run: Path, request: Request) -> None:
         """Lock the folder on the leader, before the first checkpoint is due: a mistake shows at once. Collective."""
@@ -246,22 +297,9 @@ class Checkpoints:
                 mistake = ConfigError(str(error))
         self._call(f"job.checkpoint('{run}')", mistake, lambda values: None)
 
-    @contextmanager
-    def _own_buffers(self) -> Iterator[None]:
-        """Put back this rank's own buffers, such as running statistics, where a consensus replaces them for good."""
-        # Other strategies do so themselves, or exchange statistics with the parameters.
-        buffers = list(self._replica.model.buffers()) if self._exchange.equal_after_steps else []
-        own = [buffer.clone() for buffer in buffers]
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, values in zip(buffers, own, strict=True):
-                    buffer.copy_(values)
-
     def _agree(self, run: Path, request: Request, job: "Job") -> tuple[bool, int, list[Any]]:
         """Return whether a checkpoint is taken now, the signal that asks to stop, and all random states. Collective."""
-        random = random_state()
+        random = RandomStates().values()
         answer: list[Any] | ConfigError = [True, stop_requested(self._world), random]
         if job.is_leader:
             try:
@@ -272,7 +310,7 @@ class Checkpoints:
                     _log.error("%s Training goes on.", error)
                     answer = [False, stop_requested(self._world), random]
         # The name has the folder in it: ranks with different ones get an error that shows both.
-        taken, stop, states = self._call(f"job.checkpoint('{run}')", answer, _agreed)
+        taken, stop, states = self._call(f"job.checkpoint('{run}')", answer, _agreed_with_states)
         if sum(state is not None for state in states) < self._world.size:
             self._world.confirm()  # Cut off from all others, it must not write what it has alone.
         return taken, stop, states
@@ -289,15 +327,12 @@ class Checkpoints:
 
     def _writer(self, run: Path, keep: int) -> BackgroundWriter:
         if (writer := self._writers.get(run)) is None:
-            writer = self._writers[run] = BackgroundWriter(run, keep, self._part_ranks, self._continues(run))
+            restored = self._restored_from
+            # Whether checkpoints in the folder are those of this run.
+            continues = run in self._begun or (restored is not None and restored.resolve().parent == run.resolve())
+            writer = self._writers[run] = BackgroundWriter(run, keep, self._part_ranks, continues)
         writer.keep = keep
         return writer
-
-    def _continues(self, run: Path) -> bool:
-        """Whether checkpoints in a folder are those of this run."""
-        if run in self._begun:
-            return True
-        return self._restored_from is not None and self._restored_from.resolve().parent == run.resolve()
 
     def _submit(self, run: Path, request: Request, snapshot: EncodedSnapshot) -> None:
         """Have a snapshot written. The rank that opened the folder may have been lost since, and this one follows."""
@@ -325,8 +360,11 @@ class Checkpoints:
 
     def _call(self, name: str, value: Any, combine: Combine) -> Any:
         """Make a collective call while ranks that still train do not wait for this one."""
+        job = self._job()
+        assert job is not None
         with self._world.waiting():
-            return self._world.call(name, value, combine, elastic=self._exchange.tolerates_loss)
+            # The job's exchange is another one after a change of the ranks.
+            return self._world.call(name, value, combine, elastic=job._exchange.tolerates_loss)
 
     def _watch(self) -> None:
         """Take signals for requests to stop, from the first call on. Not in a simulation, whose ranks are threads."""
@@ -358,7 +396,10 @@ class Checkpoints:
 
 
 def _agreed(answers: dict[int, Any]) -> list[Any]:
-    """All take a checkpoint unless one cannot; all stop if one must. A lost rank has None for a random state."""
-    taken = all(taken for taken, _, _ in answers.values())
-    stop = max(stop for _, stop, _ in answers.values())
-    return [taken, stop, [answers[rank][2] if rank in answers else None for rank in range(max(answers) + 1)]]
+    """All take a checkpoint unless one cannot; all stop if one must."""
+    return [all(taken for taken, _, _ in answers.values()), max(stop for _, stop, _ in answers.values())]
+
+
+def _agreed_with_states(answers: dict[int, Any]) -> list[Any]:
+    """As `_agreed`, with the random state of every rank. A lost rank has None for it."""
+    return [*_agreed(answers), [answers[rank][2] if rank in answers else None for rank in range(max(answers) + 1)]]

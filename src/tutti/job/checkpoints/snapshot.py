@@ -1,5 +1,7 @@
 """The state of a whole run, copied on the rank that writes it, or in parts on those that hold a split model.
 
+Where the first rank alone has it, `first_rank` needs one collective call. This is how it is done elsewhere.
+
 How it works. All ranks are in `take`, between two steps. What follows is collective, so that the parts belong together:
 
 1. Every rank sends the position of its data. (Random states came with the call in which ranks agreed.)
@@ -16,12 +18,15 @@ After that each copy belongs to the background writer of its rank.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
-from tutti.checkpoint.storage import EncodedSnapshot, Snapshot
+from tutti.checkpoint.copies import TensorCopies
+from tutti.checkpoint.snapshots import EncodedSnapshot, Snapshot, TakenApart
 from tutti.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -38,7 +43,7 @@ def take(
     parts: Mapping[str, Any],
     state: Mapping[str, Any],
     call: Call,
-    memory: EncodedSnapshot | None,
+    memory: TensorCopies | None,
     replica_ranks: Sequence[int],
 ) -> tuple[EncodedSnapshot | None, list[int]]:
     """Return a copy of the state of all ranks, or this rank's part, and which ranks have one. Collective.
@@ -48,7 +53,7 @@ def take(
     Args:
         state: what is known already: the random state of every rank, and values of the user's own.
         call: makes a collective call of all ranks that save together.
-        memory: an earlier copy that is overwritten, if there is one.
+        memory: tensors of an earlier copy that are overwritten, if there is one.
         replica_ranks: the ranks that hold a replica of the model with this one, and itself.
     """
     copies = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
@@ -71,7 +76,7 @@ def take(
                 world_size=len(state["random"]),
             )
             try:
-                taken = EncodedSnapshot.of(snapshot).copied(memory)
+                taken = TakenApart(snapshot, None if memory is None else memory.layout).copied(memory)
             except CheckpointError as error:
                 mistake = error
         # A `ConfigError` in place of the value is raised on every rank.
@@ -83,3 +88,16 @@ def take(
         _log.error("no checkpoint of step %d: a rank was lost while it was copied. Training goes on.", taken.steps)
         return None, savers
     return taken, savers
+
+
+@contextmanager
+def keeping_buffers(model: nn.Module) -> Iterator[None]:
+    """Put back this rank's own buffers, such as running statistics, where a consensus replaces them for good."""
+    buffers = list(model.buffers())
+    own = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, values in zip(buffers, own, strict=True):
+                buffer.copy_(values)

@@ -47,6 +47,10 @@ class AutoExchange(Exchange):
         return self.inner.equal_after_steps
 
     @property
+    def agreed_on_first(self) -> bool:  # type: ignore[override]
+        return self.inner.agreed_on_first
+
+    @property
     def elastic_mistake(self) -> str:
         return (
             "'auto' measures and decides with all ranks together, and cannot lose one meanwhile. Let `tutti plan` "

@@ -38,6 +38,7 @@ class PoseidonExchange(Exchange):
     """Exchanges each layer's gradient by its own method, from the second backward pass on."""
 
     equal_after_steps = True
+    agreed_on_first = True
 
     def __init__(self, replica: Replica, transport: Transport, strategy: "Poseidon") -> None:
         super().__init__(replica, transport)

@@ -20,6 +20,8 @@ what length and dtype. When all have published, every rank compares all entries,
 is lost, or after the timeout.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -39,16 +41,18 @@ Buffers = list[Tensor]
 
 
 class _CountersReached(Work):
-    """Done when a counter of every rank holds a value."""
+    """Done when a counter of every rank, or of one rank, holds a value."""
 
-    def __init__(self, rounds: "SharedMemoryRounds", slots: np.ndarray, value: int) -> None:
-        self._rounds, self._slots, self._value = rounds, slots, value
+    def __init__(self, rounds: "SharedMemoryRounds", slots: np.ndarray, value: int, rank: int | None = None) -> None:
+        self._rounds, self._value = rounds, value
+        self._slots = slots if rank is None else slots[rank : rank + 1]
+        self._ranks = range(rounds.size) if rank is None else [rank]
 
     def done(self) -> bool:
         return self._rounds.flags.reached(self._slots, self._value)
 
     def wait(self) -> None:
-        self._rounds.wait(self._slots, self._value)
+        self._rounds.wait(self._slots, self._value, self._ranks)
 
 
 class _InputsPublished(_CountersReached):
@@ -63,9 +67,18 @@ class _InputsPublished(_CountersReached):
 class SharedMemoryRounds:
     """The buffers of one channel. Every round is collective: all ranks take the same ones in the same order."""
 
-    def __init__(self, transport: SharedMemoryTransport, buffer_bytes: int, names: tuple[str, ...]) -> None:
-        """Allocate two halves of `buffer_bytes` per rank, for collectives of these `names`. Collective."""
-        self._transport, self._names = transport, names
+    def __init__(
+        self,
+        transport: SharedMemoryTransport,
+        buffer_bytes: int,
+        names: tuple[str, ...],
+        action: str = "take part in a collective operation",
+    ) -> None:
+        """Allocate two halves of `buffer_bytes` per rank, for collectives of these `names`. Collective.
+
+        `action` says what ranks are waited for to do.
+        """
+        self._transport, self._names, self._action = transport, names, action
         self.rank, self.size, self.buffer_bytes = transport.rank, transport.size, buffer_bytes
         memories = transport.per_rank_tensors(2 * buffer_bytes, torch.uint8)
         # Two halves, used in turn: a rank may write the next round's input while slower ones still read that of this
@@ -113,6 +126,14 @@ class SharedMemoryRounds:
         self.flags.publish(self._row + _RESULT, self.number + 1)
         return _CountersReached(self, self._result, self.number + 1)
 
+    def await_result(self, rank: int) -> Work:
+        """Work that is done when one rank has published its result, which others need not do then."""
+        return _CountersReached(self, self._result, self.number + 1, rank)
+
+    def late_ranks(self) -> list[int]:
+        """Ranks that have not published their input of this round."""
+        return np.flatnonzero(self.flags.counters[self._input] <= self.number).tolist()
+
     def finish(self) -> None:
         """Note that this rank has read what it needs."""
         # From now on peers may overwrite what this rank read, when they come to the round after the next.
@@ -125,10 +146,9 @@ class SharedMemoryRounds:
         if np.isnan(self.flags.read_weights(self._entries[half], self._weights)):
             raise self._mismatch(half)
 
-    def wait(self, slots: np.ndarray, value: int) -> None:
-        """Wait until all slots hold `value`, for as long as those ranks live and the transport's timeout lasts."""
-        ranks = range(self.size)
-        self._transport.await_counters(self.flags, slots, value, ranks, "take part in a collective operation")
+    def wait(self, slots: np.ndarray, value: int, ranks: Sequence[int]) -> None:
+        """Wait until the slots of `ranks` hold `value`, as long as those ranks live and the transport's timeout."""
+        self._transport.await_counters(self.flags, slots, value, ranks, self._action)
 
     def _mismatch(self, half: int) -> ReplicaMismatch:
         """The error that names what each rank called."""
