@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
 import pytest
-from test_coordinator_away import PATIENCE_S, Process
+
+from started_by_hand import PATIENCE_S, Process
 
 
 def free_port() -> int:

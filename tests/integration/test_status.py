@@ -8,9 +8,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from test_coordinator_away import Process, Run, run
 
 from command import Call
+from started_by_hand import Process, Run, run
 from tutti.coordination import MemberDescription, Secret
 from tutti.coordination import link as links
 from tutti.coordination.description import start_time
