@@ -48,6 +48,8 @@ class Regrouping(Protocol):
 
     changes: Any
     """What this has cost so far (`tutti.job.metrics.Changes`)."""
+    membership: Any
+    """The functions that are called after changes (`tutti.job.membership.MembershipListeners`)."""
 
     def boundary(self, *, at_end: bool = False) -> None:
         """This rank is between two batches, or behind the last of a loop: change the ranks, if it is time."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tutti.errors import ConfigError, NonFiniteLoss, RankLost
 from tutti.job.checkpoints.calls import Checkpoints, JobCheckpoints
 from tutti.job.checks import LossKind, expect
+from tutti.job.membership import JobMembership
 from tutti.job.not_copied import NotCopied
 from tutti.job.progress import JobProgress
 from tutti.job.state import job_state, load_job_state
@@ -26,7 +27,7 @@ JOB_ATTRIBUTE = "_tutti_job"
 """The attribute of a distributed model that holds its job."""
 
 
-class Job(CollectiveValues, JobCheckpoints, JobProgress, NotCopied):
+class Job(CollectiveValues, JobCheckpoints, JobMembership, JobProgress, NotCopied):
     """The handle on a distributed model that `tutti.distribute` returns.
 
     Use it as a context manager, or call `finish` at the end. Methods marked "Collective" must be called by every rank.
@@ -229,6 +230,7 @@ class Job(CollectiveValues, JobCheckpoints, JobProgress, NotCopied):
         """Complete exchanges, leave the agreed parameters in the model, and release it. Collective. Idempotent."""
         if not self._finished:
             _refuse_in_consensus(self._replica, "job.finish()")
+            self._refuse_on_membership()
             self._was_leader = self.is_leader  # Asked while peers are still known.
             self._finished = True
             try:

@@ -50,6 +50,7 @@ from tutti.job.elastic.ends import leave, stop_for_too_few
 from tutti.job.elastic.positions import positions, with_losses
 from tutti.job.elastic.transfer import share_state
 from tutti.job.elastic.void_step import VoidStep
+from tutti.job.membership import MembershipListeners
 from tutti.job.metrics import Changes
 from tutti.replica.state import load_model_state, load_optimizer_state
 from tutti.strategies import Exchange
@@ -78,7 +79,7 @@ class ElasticJob:
         self.void_step = VoidStep(job)
         self._arriving = self._has_trained = False
         """Whether this rank has joined others and has not come to its first batch; whether it has come to it."""
-        self.on_change: list[Callable[[World], None]] = []
+        self.membership = MembershipListeners()
         self.changes = Changes()
         """What changes of the ranks have cost so far."""
 
@@ -91,9 +92,12 @@ class ElasticJob:
             at_end: whether the last batch of a loop was given out. Then ranks change only after a loss.
         """
         job = self._the_job
+        if not (job._replica.in_consensus or job._replica.away):
+            self._change_ranks(job, at_end)
+            self.membership.tell()
+
+    def _change_ranks(self, job: "Job", at_end: bool) -> None:
         replica, counts = job._replica, self._world.sample_counts
-        if replica.in_consensus or replica.away:
-            return
         if not at_end:
             self._first_batch()
         if replica.lost is None:
@@ -121,6 +125,7 @@ class ElasticJob:
 
     def call(self, name: str, value: Any, combine: Combine, *, elastic: bool) -> Any:
         """Make a collective call among the ranks that are there, also if some are lost meanwhile."""
+        self.membership.refuse_collective()
         if self._arriving:
             if isinstance(value, ConfigError):
                 raise value
@@ -134,6 +139,7 @@ class ElasticJob:
 
     def collective(self, work: Callable[[], Any]) -> Any:
         """Do what all ranks do together, again if some are lost meanwhile; None where others had done it."""
+        self.membership.refuse_collective()
         return None if self._arriving else self._complete(work, lambda: None)
 
     def _complete(self, work: Callable[[], Any], done_by_others: Callable[[], Any]) -> Any:
@@ -207,6 +213,8 @@ class ElasticJob:
         job._replica.activity.enter("membership")
         self._state_of_strategy = self._leave_exchange()
         info, took_over = {**self._info(job._exchange), "in_call": int(in_call)}, False
+        before = self._elastic.member.generation
+        assert before is not None
         while True:
             end_generation(job)
             self._elastic.connections.disconnect()
@@ -221,8 +229,7 @@ class ElasticJob:
                 _log.info("rank %d: a loss while ranks change: %s", self._world.transport.world_rank, error)
                 info = {**self._info(None), "in_call": int(in_call)}
         self.changes = replace(self.changes, seconds=self.changes.seconds + time.monotonic() - started_s)
-        for call in self.on_change:
-            call(self._world)
+        self.membership.note(before, new)
         if self._elastic.member.all_leave:
             leave(job, self._elastic, alone=False)
         if new.too_few:
@@ -263,28 +270,23 @@ class ElasticJob:
             "progress": self._progress,
             "leaving": int(bool(requested())),
             "digest": _digest(state),
-            "positions": [list(data.position) for data in self._data],
-            "agreed": [list(data.position if equal else data.agreed_position) for data in self._data],
-            "trails": [] if equal else [data.trail for data in self._data],
+            "positions": [list(data.position) for data in _data_of(self._elastic)],
+            "agreed": [list(data.position if equal else data.agreed_position) for data in _data_of(self._elastic)],
+            "trails": [] if equal else [data.trail for data in _data_of(self._elastic)],
             "steps": {rank: list(steps) for rank, steps in known.items() if steps is not None},
             "cut_short": cut_short,
             "has_residual": int(any(name.endswith("residuals") for name in state)),
         }
 
-    @property
-    def _data(self) -> list[ShardedData]:
-        """What is divided between ranks, in an order that is the same on all of them."""
-        return sorted(self._elastic.data, key=lambda data: data.number)
-
     def _go_on(self, old: Generation, new: Generation) -> bool:
         """Continue in a new generation; return whether this rank has taken over another one's state. Collective."""
         world = self._world
-        source = _source(new)
-        found = [positions(data, old, new, source, number) for number, data in enumerate(self._data)]
-        self.changes = with_losses(self.changes, self._data, old, new)
+        source, data_here = _source(new), _data_of(self._elastic)
+        found = [positions(data, old, new, source, number) for number, data in enumerate(data_here)]
+        self.changes = with_losses(self.changes, data_here, old, new)
         world.rank, world.size = self._elastic.member.rank, len(new.members)
         # Before anything that may fail: all ranks that come here do the same with the same numbers.
-        for data, each in zip(self._data, found, strict=True):
+        for data, each in zip(data_here, found, strict=True):
             data.regroup(each)
         transport = self._elastic.connections.connect(new)
         world.renew(transport.rank, transport.size, transport)
@@ -322,7 +324,7 @@ class ElasticJob:
             "num_agreements": self._num_agreements,
             "answer": self._answer,
             "exchange": for_new_ranks(self._state_of_strategy),
-            "data": [data.export() for data in self._data],
+            "data": [data.export() for data in _data_of(self._elastic)],
             "parts": job._checkpoints.parts.states(),
             "schedules": job._checkpoints.schedules.export(),
         }
@@ -337,8 +339,8 @@ class ElasticJob:
         self._num_calls, self._num_agreements = state["num_calls"], state["num_agreements"]
         self._answer = state["answer"]
         self._state_of_strategy, self._has_state = from_sent(state["exchange"]), True
-        if self._data:
-            for data, position in zip(self._data, state["data"], strict=True):
+        if data_here := _data_of(self._elastic):
+            for data, position in zip(data_here, state["data"], strict=True):
                 data.load_state_dict(position)
                 data.interrupted()
         else:
@@ -393,6 +395,11 @@ _NOTHING: dict[str, Any] = {
     **{"cut_short": 0, "has_residual": 0},
 }
 """What a rank says of itself that has joined, and has not taken over anything yet."""
+
+
+def _data_of(elastic: Elasticity) -> list[ShardedData]:
+    """Return what is divided between ranks, in an order that is the same on all of them."""
+    return sorted(elastic.data, key=lambda data: data.number)
 
 
 def _source(new: Generation) -> int:

@@ -1,0 +1,97 @@
+"""`MembershipChange`, and the part of a job that calls functions of the user's when its workers have changed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tutti.coordination.elastic_member import Generation
+from tutti.errors import ConfigError
+from tutti.world import World
+
+
+@dataclass(frozen=True)
+class MembershipChange:
+    """A change of the workers that train."""
+
+    generation: int
+    """Number of the generation that has begun; that with which the training started has 0."""
+    before: tuple[int, ...]
+    """The workers until now, by rank: by the numbers that their launchers gave them, as `tutti status` shows them."""
+    after: tuple[int, ...]
+    """The workers from now on, by rank."""
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Workers that were lost, or have left."""
+        return tuple(number for number in self.before if number not in self.after)
+
+    @property
+    def joined(self) -> tuple[int, ...]:
+        """New workers."""
+        return tuple(number for number in self.after if number not in self.before)
+
+
+OnMembership = Callable[[MembershipChange], object]
+
+
+class MembershipListeners:
+    """The functions that are called after changes, and the changes of which they were not told yet."""
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self.calls: list[OnMembership] = []
+        self._untold: list[MembershipChange] = []
+        self._is_telling = False
+
+    def note(self, old: Generation, new: Generation) -> None:
+        """Remember a change, until `tell`."""
+        if self.calls:
+            before, after = (tuple(each.description.rank for each in found.members) for found in (old, new))
+            self._untold.append(MembershipChange(new.number, before, after))
+
+    def tell(self) -> None:
+        """Call the functions, between two steps. What they raise is raised."""
+        while self._untold:
+            change = self._untold.pop(0)
+            self._is_telling = True
+            try:
+                for call in list(self.calls):
+                    call(change)
+            finally:
+                self._is_telling = False
+
+    def refuse_collective(self) -> None:
+        """Raise `ConfigError` in a function that is called here: other workers may be elsewhere in their loops."""
+        if self._is_telling:
+            raise ConfigError(
+                "a collective call in a function given to job.on_membership: other workers may be elsewhere in their "
+                "loops. Remember the change there, and make the call in the loop."
+            )
+
+
+class JobMembership:
+    """The part of a job that tells its user of changes of the workers. `Job` sets the fields."""
+
+    world: World
+
+    def _refuse_on_membership(self) -> None:
+        """Raise `ConfigError` in a function given to `on_membership`."""
+        elastic = self.world.elastic
+        if elastic is not None and elastic.regrouping is not None:
+            elastic.regrouping.membership.refuse_collective()
+
+    def on_membership(self, call: OnMembership) -> None:
+        """Have a function called after each change of the workers of an elastic run.
+
+        It is called with a `MembershipChange`, between two steps, on every worker that was there before: before the
+        next batch comes, or after the last one. `job.world` has the new rank and size. A worker that joins is not told
+        of its own arrival. Collective calls are refused in it, because other workers may be elsewhere in their loops.
+        An error in it ends this worker, as one in the loop would. With a fixed number of workers it is never called.
+
+        Args:
+            call: the function. Several are called in the order in which they were given.
+        """
+        if not callable(call):
+            raise ConfigError(f"job.on_membership takes a function of a MembershipChange, got {call!r}.")
+        elastic = self.world.elastic
+        if elastic is not None and elastic.regrouping is not None:
+            elastic.regrouping.membership.calls.append(call)
