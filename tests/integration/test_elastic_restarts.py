@@ -1,6 +1,7 @@
 """Workers that are lost while the coordinator is gone, or that is killed while they agree who goes on."""
 
 import os
+import re
 import signal
 import time
 from contextlib import closing
@@ -14,8 +15,10 @@ from started_by_hand import Run
 DELAYS_S = (0.0, 0.005, 0.01, 0.02, 0.05)
 
 
-def elastic_run(workers: int, transport: str = "sockets", strategy: str = "ring") -> Run:
-    return Run(workers, "elastic_training.py", strategy, TUTTI_TRANSPORT=transport, TUTTI_ELASTIC=f"1:{workers}")
+def elastic_run(workers: int, transport: str = "sockets", strategy: str = "ring", *words: str) -> Run:
+    return Run(
+        workers, "elastic_training.py", strategy, *words, TUTTI_TRANSPORT=transport, TUTTI_ELASTIC=f"1:{workers}"
+    )
 
 
 def ends(run: Run, *ranks: int) -> set[tuple[str, ...]]:
@@ -74,3 +77,21 @@ def test_the_coordinator_is_killed_again_and_again() -> None:
         [(steps, size, _)] = ends(run, 0, 1, 2)
         assert size == "3"
         assert int(steps) > 10
+
+
+@pytest.mark.parametrize("anew", [False, True], ids=["same coordinator", "another coordinator"])
+def test_a_worker_of_an_old_generation_does_not_return(anew: bool) -> None:
+    """It was stopped for longer than the patience, so the others have gone on as another generation."""
+    with closing(elastic_run(3, "sockets", "ring", "gated")) as run:
+        run.ranks[0].line("step")
+        os.kill(run.ranks[2].pid, signal.SIGSTOP)
+        run.ranks[0].go()
+        run.ranks[0].line("changed")
+        if anew:
+            run.kill_coordinator()
+            run.serve()
+        os.kill(run.ranks[2].pid, signal.SIGCONT)
+        assert run.ranks[2].end() == 1, run.ranks[2].said
+        assert re.search("RankLost: rank 2: .*(goes|have gone) on without it", run.ranks[2].said), run.ranks[2].said
+        run.ranks[0].go()
+        assert ends(run, 0, 1) == {(undisturbed()[0], "2", undisturbed()[1])}

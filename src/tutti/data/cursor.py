@@ -45,7 +45,7 @@ from typing import Any, Literal
 import torch
 
 from tutti.data.committed import CommittedPosition
-from tutti.data.saved_position import SavedPosition
+from tutti.data.saved_position import SavedPosition, differences
 from tutti.data.stages import Stage
 from tutti.strategies.saved_state import PerRank
 from tutti.world import World
@@ -164,7 +164,11 @@ class Cursor:
 
     def fits(self, state: dict[str, Any]) -> bool:
         """Whether a state is of the same data."""
-        return all(state.get(name) == value for name, value in self._data.items())
+        return not self.differences(state)
+
+    def differences(self, state: dict[str, Any]) -> str:
+        """Describe how the data of a state differs from this; nothing if it is the same."""
+        return differences(state, self._data)
 
     def regroup(self, positions: list[list[int]]) -> None:
         """Continue as another rank of another number of ranks, from the positions of the ranks that were there."""

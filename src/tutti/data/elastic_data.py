@@ -22,6 +22,7 @@ from typing import Any
 
 from tutti.data.cursor import Cursor, Iteration
 from tutti.data.trail import Trail
+from tutti.errors import ReplicaMismatch
 from tutti.world import World
 
 _LOOK_S = 0.002
@@ -71,7 +72,19 @@ class ElasticData(ABC):
         """Begin a loop, where the other ranks are if this one has joined them."""
         if self._world.elastic is not None and self._world.sample_counts.in_training:
             self._take_over(of_any_number=True)
+            self._refuse_other_data()
         return self._cursor.start()
+
+    def _refuse_other_data(self) -> None:
+        """Raise `ReplicaMismatch` on a rank that has joined, and trains on other data than the others."""
+        elastic = self._world.elastic
+        assert elastic is not None
+        left = [state for state in elastic.data_states if state["number"] == self.number]
+        if left and self not in elastic.data:
+            raise ReplicaMismatch(
+                f"rank {self._world.transport.world_rank}: this worker cannot train with the others, which train on "
+                f"other data: {self._cursor.differences(left[0])}. Start it with the same script, options and data."
+            )
 
     def _between_batches(self, *, at_end: bool = False) -> bool:
         """Let the ranks of an elastic world change, between two batches of this rank; return whether they have.

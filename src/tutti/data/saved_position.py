@@ -66,15 +66,20 @@ def refuse_foreign(state: Any, data: Mapping[str, Any]) -> None:
             f"shard.load_state_dict: this is no position in data: it has no {', '.join(missing)}. Give what "
             "state_dict() of sharded data returned."
         )
-    if differences := [
+    if found := differences(state, data):
+        raise ConfigError(
+            f"shard.load_state_dict: the position was saved in other data: {found}. Use the same data, or leave the "
+            "position out and begin an epoch with set_epoch."
+        )
+
+
+def differences(state: Mapping[str, Any], data: Mapping[str, Any]) -> str:
+    """Describe how the data of a state differs from that which `data` describes; nothing if it is the same."""
+    return "; ".join(
         f"its {name} was {state.get(name)}, and is {value} now"
         for name, value in data.items()
         if state.get(name) != value
-    ]:
-        raise ConfigError(
-            f"shard.load_state_dict: the position was saved in other data: {'; '.join(differences)}. Use the same "
-            "data, or leave the position out and begin an epoch with set_epoch."
-        )
+    )
 
 
 def _count(value: Any, at_least: int = 0) -> int:
