@@ -162,10 +162,6 @@ class Cursor:
             self._worker_seeds[self.epoch] = draw()
         return self._worker_seeds[self.epoch]
 
-    def fits(self, state: dict[str, Any]) -> bool:
-        """Whether a state is of the same data."""
-        return not self.differences(state)
-
     def differences(self, state: dict[str, Any]) -> str:
         """Describe how the data of a state differs from this; nothing if it is the same."""
         return differences(state, self._data)

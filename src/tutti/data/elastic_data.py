@@ -60,7 +60,7 @@ class ElasticData(ABC):
         elastic = self._world.elastic
         if elastic is None or not elastic.data_states or self in elastic.data:
             return
-        fitting = [state for state in elastic.data_states if self._cursor.fits(state)]
+        fitting = [state for state in elastic.data_states if not self._cursor.differences(state)]
         chosen = [state for state in fitting if state["number"] == self.number] or (fitting if of_any_number else [])
         if chosen:
             elastic.data_states = [state for state in elastic.data_states if state is not chosen[0]]
