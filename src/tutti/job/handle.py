@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tutti.errors import ConfigError, NonFiniteLoss, RankLost
 from tutti.job.checkpoints.calls import Checkpoints, JobCheckpoints
 from tutti.job.checks import LossKind, expect
-from tutti.job.membership import JobMembership
+from tutti.job.membership import JobMembership, refuse_on_membership
 from tutti.job.not_copied import NotCopied
 from tutti.job.progress import JobProgress
 from tutti.job.state import job_state, load_job_state
@@ -230,7 +230,7 @@ class Job(CollectiveValues, JobCheckpoints, JobMembership, JobProgress, NotCopie
         """Complete exchanges, leave the agreed parameters in the model, and release it. Collective. Idempotent."""
         if not self._finished:
             _refuse_in_consensus(self._replica, "job.finish()")
-            self._refuse_on_membership()
+            refuse_on_membership(self.world)
             self._was_leader = self.is_leader  # Asked while peers are still known.
             self._finished = True
             try:

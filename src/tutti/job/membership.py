@@ -73,12 +73,6 @@ class JobMembership:
 
     world: World
 
-    def _refuse_on_membership(self) -> None:
-        """Raise `ConfigError` in a function given to `on_membership`."""
-        elastic = self.world.elastic
-        if elastic is not None and elastic.regrouping is not None:
-            elastic.regrouping.membership.refuse_collective()
-
     def on_membership(self, call: OnMembership) -> None:
         """Have a function called after each change of the workers of an elastic run.
 
@@ -95,3 +89,10 @@ class JobMembership:
         elastic = self.world.elastic
         if elastic is not None and elastic.regrouping is not None:
             elastic.regrouping.membership.calls.append(call)
+
+
+def refuse_on_membership(world: World) -> None:
+    """Raise `ConfigError` for a collective call in a function that was given to `on_membership`."""
+    elastic = world.elastic
+    if elastic is not None and elastic.regrouping is not None:
+        elastic.regrouping.membership.refuse_collective()

@@ -27,6 +27,7 @@ from tutti.job.checkpoints.restored import Restored, load_model, receive
 from tutti.job.checkpoints.schedule import CheckpointSchedule, Schedules
 from tutti.job.checkpoints.snapshot import keeping_buffers, take
 from tutti.job.checkpoints.stop_requests import stop_requested
+from tutti.job.membership import refuse_on_membership
 from tutti.parallel.model_on_mesh import ModelOnMesh
 from tutti.replica import HookedReplica
 from tutti.world import World
@@ -165,6 +166,7 @@ class Checkpoints:
         """As `JobCheckpoints.checkpoint`, after `none_due`."""
         if self._replica.in_consensus:
             raise ConfigError("job.checkpoint() inside job.consensus(): end that first.")
+        refuse_on_membership(self._world)
         named = named_parts(parts)
         self.parts.add(named)
         self._last = (Path(run), request)
