@@ -51,6 +51,10 @@ class Regrouping(Protocol):
     membership: Any
     """The functions that are called after changes (`tutti.job.membership.MembershipListeners`)."""
 
+    def arrive(self) -> None:
+        """This rank is about to train: join the others, if it has come to them and waits for that."""
+        ...
+
     def boundary(self, *, at_end: bool = False) -> None:
         """This rank is between two batches, or behind the last of a loop: change the ranks, if it is time."""
         ...
@@ -87,9 +91,9 @@ class Elasticity:
     member: ElasticMember
     connections: Connections
     is_new: bool
-    """Whether this process comes to a world that has begun without it, and has not joined it yet."""
+    """Whether this process comes to a world that has begun without it, and has distributed no model yet."""
     has_joined: bool = False
-    """Whether this process has come to a world that had begun without it."""
+    """Whether this process has distributed its model in a world that had begun without it."""
     regrouping: Regrouping | None = None
     """The job's part, once a model is distributed."""
     data_states: list[dict[str, Any]] = field(default_factory=list)
@@ -167,6 +171,11 @@ class World:
         """Change the ranks of an elastic world, if it is time. Called between two batches, and behind the last one."""
         if self.elastic is not None and self.elastic.regrouping is not None:
             self.elastic.regrouping.boundary(at_end=at_end)
+
+    def arrive(self) -> None:
+        """Join the other ranks of an elastic world that had begun without this one. Called before it trains."""
+        if self.elastic is not None and self.elastic.regrouping is not None:
+            self.elastic.regrouping.arrive()
 
     @contextmanager
     def waiting(self, own: Exchange | None = None) -> Iterator[None]:

@@ -40,6 +40,7 @@ class ShardedDataset(ShardedData):
         return in_turn(order, self._cursor, iteration, get, self._between_batches)
 
     def __len__(self) -> int:
+        self._come_to_others()
         # In training all ranks have as many items as the longest: the last one of some has weight 0 (`in_turn`).
         num_items = len(range(self._world.rank, len(self._dataset), self._world.size))
         return -(-len(self._dataset) // self._world.size) if self._world.sample_counts.in_training else num_items

@@ -51,7 +51,7 @@ class ElasticData(ABC):
     def _take_over(self, *, of_any_number: bool = False) -> None:
         """Continue where the other ranks are, on a rank that has missed it; do nothing if that is done.
 
-        Called when all is set up, and wherever the position is used before a loop.
+        Called when all is set up, and wherever the position is used before a loop (`_come_to_others`).
 
         Args:
             of_any_number: also take the position of data that another rank has made in another order. At the start of
@@ -68,10 +68,15 @@ class ElasticData(ABC):
             self.load_state_dict(chosen[0])
             self.interrupted()
 
+    def _come_to_others(self, *, of_any_number: bool = False) -> None:
+        """Join the other ranks of an elastic world, if this one waits for that, and continue where they are."""
+        self._world.arrive()
+        self._take_over(of_any_number=of_any_number)
+
     def _begin_loop(self) -> Iteration:
         """Begin a loop, where the other ranks are if this one has joined them."""
         if self._world.elastic is not None and self._world.sample_counts.in_training:
-            self._take_over(of_any_number=True)
+            self._come_to_others(of_any_number=True)
             self._refuse_other_data()
         return self._cursor.start()
 

@@ -85,7 +85,7 @@ class ShardedLoader(ShardedData):
 
     def __len__(self) -> int:
         """Number of steps of a whole epoch."""
-        self._take_over()
+        self._come_to_others()
         return self._num_steps
 
     def state_dict(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class ShardedData(ElasticData):
         anyway keeps its position, so that such a loop may also continue from a loaded state. After a loop that was
         left early, the rest of its epoch is given up.
         """
-        self._take_over()
+        self._come_to_others()
         self._cursor.set_epoch(epoch)
 
     @property
@@ -35,7 +35,7 @@ class ShardedData(ElasticData):
 
         After the loss of a rank that was behind, a loop also gives out what that has left of the epoch before.
         """
-        self._take_over()
+        self._come_to_others()
         return self._cursor.loop_epoch
 
     def epochs(self, num_epochs: int) -> Iterator[Self]:
@@ -43,7 +43,7 @@ class ShardedData(ElasticData):
 
         An epoch whose loop is left early counts as done.
         """
-        self._take_over(of_any_number=True)
+        self._come_to_others(of_any_number=True)
         self._last_epoch = num_epochs - 1
         for epoch in range(self.epoch, num_epochs):
             self.set_epoch(epoch)
@@ -56,7 +56,7 @@ class ShardedData(ElasticData):
         each once. It has JSON values and tensors, and is the same on every rank. Call it after a step: a batch whose
         step is not taken yet is used again by a run that continues.
         """
-        self._take_over()
+        self._come_to_others()
         return self._cursor.gather(self._rank_state())
 
     def rank_state(self, world: World) -> PerRank | None:

@@ -1,4 +1,8 @@
-"""A new worker comes to a job that has begun: it shows that it has the same model, and takes over the others' state."""
+"""A new worker comes to a job that has begun: it shows that it has the same model, and joins the others to train.
+
+It joins where it is about to train, and not when its model is distributed: what a script prepares after that, such as
+its loaders, is done while the others train (`ElasticJob.arrive`).
+"""
 
 import hashlib
 import json
@@ -55,7 +59,7 @@ def survive_losses(job: Job) -> ElasticJob:
 
 
 def join(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: World, mistakes: list[str]) -> Job:
-    """Attach a model on a rank that comes to a job which has begun. Collective with the change of all its ranks."""
+    """Make the job of a rank that comes to one which has begun, and joins it when it begins to train."""
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     elastic = world.elastic
@@ -67,15 +71,24 @@ def join(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: Worl
     replica = HookedReplica(model, optimizer, world.sample_counts)
     world.usage.num_jobs += 1
     # Of a rank alone, until it is among the others.
-    job = Job(replica, Exchange(replica, world.transport), strategy, world, world)
+    exchange = NotJoined(replica, world.transport)
+    replica.listen(exchange, to="steps")
+    job = Job(replica, exchange, strategy, world, world)
     setattr(model, JOB_ATTRIBUTE, job)
     world.sample_counts.distributed.add(model)
-    made = survive_losses(job)
-    generation = elastic.member.enter({})
-    assert generation is not None
-    made.arrive(generation)
-    world.tolerate_loss(True)
+    survive_losses(job)
+    elastic.is_new, elastic.has_joined = False, True
     return job
+
+
+class NotJoined(Exchange):
+    """That of a rank that has not joined the others yet. Its steps would be in nobody's model, so they are refused."""
+
+    def before_step(self) -> None:
+        raise ConfigError(
+            f"rank {self.transport.world_rank}: this worker trains before it has joined the others. Workers change "
+            "between batches, so train on those of what tutti.shard returned."
+        )
 
 
 def _signature_key(world: World) -> str:

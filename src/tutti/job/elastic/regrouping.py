@@ -48,7 +48,7 @@ from tutti.job.attach import attach_again
 from tutti.job.checkpoints.signals import requested
 from tutti.job.elastic.ends import leave, stop_for_too_few
 from tutti.job.elastic.positions import positions, with_losses
-from tutti.job.elastic.transfer import share_state
+from tutti.job.elastic.transfer import SharedState, receive_state, send_state, state_bytes
 from tutti.job.elastic.void_step import VoidStep
 from tutti.job.membership import MembershipListeners
 from tutti.job.metrics import Changes
@@ -74,11 +74,13 @@ class ElasticJob:
         """Of the last collective call."""
         self._state_of_strategy: dict[str, Any] = {}
         """While ranks change: the state from which the strategy continues."""
-        self._has_state = True
+        self._has_state = not elastic.is_new
         """Whether this rank has all that the others have; not before a new one has taken it over."""
         self.void_step = VoidStep(job)
-        self._arriving = self._has_trained = False
-        """Whether this rank has joined others and has not come to its first batch; whether it has come to it."""
+        self._waits_to_join = self._arriving = elastic.is_new
+        """Whether this rank has come to others, and has not joined them; and has not come to its first batch."""
+        self._has_trained = False
+        """Whether it has come to its first batch."""
         self.membership = MembershipListeners()
         self.changes = Changes()
         """What changes of the ranks have cost so far."""
@@ -275,6 +277,8 @@ class ElasticJob:
             "trails": [] if equal else [data.trail for data in _data_of(self._elastic)],
             "steps": {rank: list(steps) for rank, steps in known.items() if steps is not None},
             "cut_short": cut_short,
+            # Of a state that is the same on all ranks which have as much; 0 where each has its own.
+            "equal_bytes": state_bytes(self._the_job._replica) if equal else 0,
             "has_residual": int(any(name.endswith("residuals") for name in state)),
         }
 
@@ -307,18 +311,24 @@ class ElasticJob:
         ]
         if not any(misses):
             return False
-        is_source = self._world.rank == source
-        received = share_state(self._state() if is_source else None, self._world.transport, source)
-        if misses[self._world.rank]:
-            self._take_over(received)
-        return misses[self._world.rank]
+        rank, takers = self._world.rank, [taker for taker, missing in enumerate(misses) if missing]
+        sources = [source]
+        if first["equal_bytes"]:
+            others = [other for other, each in enumerate(new.members) if not misses[other] and other != source]
+            sources += [each for each in others if new.members[each].info["equal_bytes"] == first["equal_bytes"]]
+        if misses[rank]:
+            self._take_over(receive_state(self._world.transport, sources))
+        elif rank in sources:
+            send_state(self._state(), self._world.transport, sources, takers)
+        return misses[rank]
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> SharedState:
         """Return what another rank needs to go on as this one does."""
         job = self._the_job
-        return {
-            "model": dict(job._replica.model.state_dict()),
-            "optimizer": job._replica.optimizer.state_dict(),
+        model = dict(job._replica.model.state_dict())
+        trained = {name: model.pop(name) for name in [slot.name for slot in job._replica.slots] if name in model}
+        own = {
+            "model": model,
             "steps": job._replica.steps,
             "num_calls": self._num_calls,
             "num_agreements": self._num_agreements,
@@ -328,13 +338,14 @@ class ElasticJob:
             "parts": job._checkpoints.parts.states(),
             "schedules": job._checkpoints.schedules.export(),
         }
+        return SharedState({"model": trained, "optimizer": job._replica.optimizer.state_dict()}, own)
 
-    def _take_over(self, state: dict[str, Any]) -> None:
-        """Continue from the state of another rank. Not collective: it is complete, or not done at all."""
-        job = self._the_job
+    def _take_over(self, received: SharedState) -> None:
+        """Continue from the state of other ranks. Not collective: it is complete, or not done at all."""
+        job, state = self._the_job, received.own
         with torch.no_grad():
-            load_model_state(job._replica.model, state["model"])
-            load_optimizer_state(job._replica.optimizer, state["optimizer"])
+            load_model_state(job._replica.model, {**state["model"], **received.equal["model"]})
+            load_optimizer_state(job._replica.optimizer, received.equal["optimizer"])
         job._replica.steps = state["steps"]
         self._num_calls, self._num_agreements = state["num_calls"], state["num_agreements"]
         self._answer = state["answer"]
@@ -348,27 +359,30 @@ class ElasticJob:
         job._checkpoints.parts.inherit(state["parts"])
         job._checkpoints.schedules.take_over(state["schedules"])
 
-    def arrive(self, new: Generation) -> None:
-        """Join the others, on a new rank. Collective."""
-        self._elastic.is_new, self._elastic.has_joined = False, True
-        self._arriving, self._has_state = True, False
+    def arrive(self) -> None:
+        """Join the others, on a new rank that waits for that. Collective with the change of all of their ranks."""
+        if not self._waits_to_join:
+            return
+        job, info = self._the_job, _NOTHING
         while True:
+            job._replica.activity.enter("membership")
+            end_generation(job)
+            self._elastic.connections.disconnect()
+            new = self._elastic.member.enter(info)
+            assert new is not None
+            self._waits_to_join = False
             try:
                 transport = self._elastic.connections.connect(new)
                 self._world.renew(transport.rank, transport.size, transport)
                 self._synchronise(new)
                 parts = of_this_rank(self._state_of_strategy, transport.rank, transport.size)
-                begin_generation(self._the_job, parts)
-                return
+                begin_generation(job, parts)
+                break
             except RankLost:
                 # Before it has shown its data, it does not know the positions in it.
                 knows_all = self._has_state and not self._elastic.data_states
                 info = self._info(None) if knows_all else _NOTHING
-                end_generation(self._the_job)
-                self._elastic.connections.disconnect()
-                again = self._elastic.member.enter(info)
-                assert again is not None
-                new = again
+        self._world.tolerate_loss(True)
 
 
 def end_generation(job: "Job") -> None:
@@ -392,7 +406,7 @@ def begin_generation(job: "Job", state: dict[str, Any]) -> None:
 
 _NOTHING: dict[str, Any] = {
     **{"progress": -1, "digest": "", "positions": [], "agreed": [], "trails": [], "steps": {}},
-    **{"cut_short": 0, "has_residual": 0},
+    **{"cut_short": 0, "has_residual": 0, "equal_bytes": 0},
 }
 """What a rank says of itself that has joined, and has not taken over anything yet."""
 
