@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 import tutti
 from support import TRANSPORTS, run_ok
-from tutti.data.division import Remainder, divide_batches, form_steps, num_steps
+from tutti.data.division import Remainder, batches_of_rank, divide_batches, divide_steps, form_steps, num_steps
 from tutti.errors import ConfigError
 from tutti.transports import SingleRankTransport
 from tutti.world import World
@@ -81,6 +81,9 @@ def test_deal_gives_every_index_to_one_rank(case: tuple[list[list[int]], int]) -
 def test_deal_keeps_ranks_in_step(case: tuple[list[list[int]], int]) -> None:
     batches, num_ranks = case
     shares = divide_batches(batches, num_ranks)
+    steps = form_steps(batches, num_ranks, Remainder.SPLIT)
+    for other in range(1, 5):
+        assert [batches_of_rank(steps, other, rank) for rank in range(other)] == divide_steps(steps, other)
     assert len(shares) == num_ranks
     assert len({len(share) for share in shares}) == 1
     assert all(batch for share in shares for batch in share)

@@ -6,7 +6,16 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from tutti.data.cursor import Cursor, Iteration, Keep
-from tutti.data.division import Batch, Remainder, divide_steps, form_steps, num_steps, refuse_empty, regroup
+from tutti.data.division import (
+    Batch,
+    Remainder,
+    batches_of_rank,
+    divide_steps,
+    form_steps,
+    num_steps,
+    refuse_empty,
+    regroup,
+)
 from tutti.data.drawn_order import DrawnOrder
 from tutti.data.epoch_order import EpochOrder, SeededOrder, is_seeded
 from tutti.data.global_batches import GlobalBatches
@@ -175,7 +184,7 @@ class ShardedLoader(ShardedData):
         steps = form_steps(batches, cursor.num_parts, remainder)
         if not stages:
             refuse_empty(len(steps))
-        return divide_steps(steps, self._world.size)[self._world.rank]
+        return batches_of_rank(steps, self._world.size, self._world.rank)
 
     @property
     def _drops_last(self) -> bool:

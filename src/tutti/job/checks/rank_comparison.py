@@ -89,5 +89,7 @@ def _agreed_number(world: World) -> int:
 
     Ranks count the jobs of their process, of which some may be in other worlds that not all ranks are in.
     """
+    if world.elastic is not None:
+        return 1  # The only one of its world: each generation has a transport of its own.
     world.usage.num_jobs = max(all_gather_json(world.usage.num_jobs, world.transport))
     return world.usage.num_jobs

@@ -17,6 +17,11 @@ something take over the state of one that does not (`transfer`). 5. The position
 committed, and every rank gets its share of the rest. 6. The strategy is attached anew, and continues from its state. A
 loss in steps 3 to 6 starts again at 2: nothing was lost by then, because states are changed only by what is complete.
 
+*Joining.* A new rank that has distributed its model asks to be in the next generation where it is about to train
+(`arrive`). All that it prepares until then is prepared while the others train; only then do they stop for it. In step 4
+it gets the state, from several ranks (`transfer`). If it or a rank that sends is lost meanwhile, all go on as after any
+loss, and what it had received is dropped.
+
 *Leaving.* A rank that is asked to stop (SIGTERM) has the generation end at a common place, and enters the next one with
 "leaving". If others stay, it is let go and ends; nothing is void. If all leave, they save the state and end.
 

@@ -41,7 +41,8 @@ from tutti.transports.shared_memory.liveness import ChannelLiveness
 from tutti.transports.shared_memory.reduction import KERNELS, combine
 from tutti.transports.shared_memory.segments import Segment, SharedSegments
 
-_STAGING_BYTES = 4 * 2**20
+STAGING_BYTES = 4 * 2**20
+"""Size of the buffer through which tensors go that are not in shared memory."""
 _LINE_BYTES = 64
 
 _DTYPES = (
@@ -109,16 +110,21 @@ class SharedMemoryReductions:
     """The all-reduces of one channel on one rank. Used by one thread at a time."""
 
     def __init__(
-        self, membership: Membership, counters: RankCounters, liveness: ChannelLiveness, segments: SharedSegments
+        self,
+        membership: Membership,
+        counters: RankCounters,
+        liveness: ChannelLiveness,
+        segments: SharedSegments,
+        staging: Tensor,
     ) -> None:
-        """Allocate the staging buffer. Collective."""
+        """`staging` is `STAGING_BYTES` of `segments`."""
         self._membership, self._counters, self._flags = membership, counters, counters.flags
         self._liveness, self._segments = liveness, segments
         self._rank, self._size = membership.rank, membership.size
         # Filled anew by every reduction; kept, so that a reduction allocates nothing.
         self._weights = np.ones(self._size)
         self._plans: dict[tuple[int, int, torch.dtype], _ReductionPlan] = {}
-        self._staging = segments.empty(_STAGING_BYTES, torch.uint8)
+        self._staging = staging
         self._num_posted = 0
         self._pending: deque[_SharedMemoryReduction] = deque()  # Posted here, this rank's slice not summed yet.
         self.reduced_bytes = 0

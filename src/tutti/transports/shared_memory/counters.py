@@ -8,6 +8,8 @@ A row: slot 0 `ready` and slot 4 `closed`, slot 8 `done` and slot 12 `progress`,
 reduction. An entry has 4 slots: length, dtype and kind, position in shared memory, weight (as float64).
 """
 
+import mmap
+
 import numpy as np
 
 from tutti.transports.shared_memory.flags import Flags
@@ -25,7 +27,7 @@ class RankCounters:
 
     def __init__(self, page: memoryview, rank: int, size: int, num_spins: int) -> None:
         """Use `page`, of `page_bytes(size)` zeros at first, as rank `rank` of `size`."""
-        self.flags = Flags(np.frombuffer(page, dtype=np.int64), num_spins)
+        self.flags = Flags(np.frombuffer(page, dtype=np.int64, count=_HEAD + _ROW * size), num_spins)
         self._size = size
         self._rows = _HEAD + _ROW * np.arange(size, dtype=np.int64)
         self._row = int(self._rows[rank])
@@ -38,8 +40,8 @@ class RankCounters:
     @staticmethod
     def page_bytes(size: int) -> int:
         """Bytes of the page for `size` ranks."""
-        # 8 bytes per slot.
-        return 8 * (_HEAD + _ROW * size)
+        # 8 bytes per slot; whole pages of the kernel, behind which other memory may follow.
+        return -(-8 * (_HEAD + _ROW * size) // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def local_entry(self, index: int) -> int:
         """The first slot of this rank's entry for reduction `index`."""

@@ -67,6 +67,14 @@ class SharedSegments:
         self._segments.add(Segment(number, mappings, rank))
         return torch.frombuffer(mappings[rank], dtype=dtype)[:numel]
 
+    def with_page(self, page_bytes: int, num_bytes: int) -> tuple[memoryview, Tensor]:
+        """Allocate memory that all ranks map once, and bytes of this rank as `empty` does, in one exchange of files."""
+        number, mappings = self._map(page_bytes + num_bytes, torch.uint8)
+        own = mappings[self._membership.rank]
+        self._segments.add(Segment(number, mappings, self._membership.rank))
+        # All ranks use rank 0's page; the pages of the others are never touched.
+        return memoryview(mappings[0])[:page_bytes], torch.frombuffer(own, dtype=torch.uint8)[page_bytes:]
+
     def shared_tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate one tensor of zeros that all ranks map."""
         # All ranks use rank 0's memory. The other mappings are dropped here, and their memory is freed.

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from tutti.errors import ConfigError
 from tutti.transports.base import TransportWrapper, Work
-from tutti.transports.shared_memory.all_reduce import SharedMemoryReductions
+from tutti.transports.shared_memory.all_reduce import STAGING_BYTES, SharedMemoryReductions
 from tutti.transports.shared_memory.counters import RankCounters
 from tutti.transports.shared_memory.flags import Flags, spins_for
 from tutti.transports.shared_memory.liveness import ChannelLiveness
-from tutti.transports.shared_memory.segments import SharedSegments, map_all
+from tutti.transports.shared_memory.segments import SharedSegments
 from tutti.transports.sockets.transport import SocketTransport
 
 
@@ -43,12 +43,13 @@ class SharedMemoryTransport(TransportWrapper):
             raise ConfigError(f"shared memory reaches one host only, but the ranks are on {', '.join(hosts)}.")
         self.rank, self.size, self.hosts, self.timeout = inner.rank, inner.size, inner.hosts, inner.timeout
         name = f"{inner.name}/memory"
-        # All ranks use rank 0's page; the pages of the others are dropped.
-        pages = map_all(self.membership, f"{name}/counters", RankCounters.page_bytes(self.size))
-        self._counters = RankCounters(memoryview(pages[0]), self.rank, self.size, spins_for(self.size))
-        self._liveness = ChannelLiveness(inner, self._counters)
         self._segments = SharedSegments(self.membership, name)
-        self._reductions = SharedMemoryReductions(self.membership, self._counters, self._liveness, self._segments)
+        page, staging = self._segments.with_page(RankCounters.page_bytes(self.size), STAGING_BYTES)
+        self._counters = RankCounters(page, self.rank, self.size, spins_for(self.size))
+        self._liveness = ChannelLiveness(inner, self._counters)
+        self._reductions = SharedMemoryReductions(
+            self.membership, self._counters, self._liveness, self._segments, staging
+        )
         self._channels: WeakSet[SharedMemoryTransport] = WeakSet()
 
     @property
