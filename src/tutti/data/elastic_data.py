@@ -77,19 +77,9 @@ class ElasticData(ABC):
         """Begin a loop, where the other ranks are if this one has joined them."""
         if self._world.elastic is not None and self._world.sample_counts.in_training:
             self._come_to_others(of_any_number=True)
-            self._refuse_other_data()
+            if self not in self._world.elastic.data:
+                _refuse_other_data(self._world, self.number, self._cursor)
         return self._cursor.start()
-
-    def _refuse_other_data(self) -> None:
-        """Raise `ReplicaMismatch` on a rank that has joined, and trains on other data than the others."""
-        elastic = self._world.elastic
-        assert elastic is not None
-        left = [state for state in elastic.data_states if state["number"] == self.number]
-        if left and self not in elastic.data:
-            raise ReplicaMismatch(
-                f"rank {self._world.transport.world_rank}: this worker cannot train with the others, which train on "
-                f"other data: {self._cursor.differences(left[0])}. Start it with the same script, options and data."
-            )
 
     def _between_batches(self, *, at_end: bool = False) -> bool:
         """Let the ranks of an elastic world change, between two batches of this rank; return whether they have.
@@ -225,3 +215,14 @@ class ElasticData(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position that another rank has exported."""
+
+
+def _refuse_other_data(world: World, number: int, cursor: Cursor) -> None:
+    """Raise `ReplicaMismatch` on a rank that has joined, if the others train on other data of this number."""
+    assert world.elastic is not None
+    for state in world.elastic.data_states:
+        if state["number"] == number:
+            raise ReplicaMismatch(
+                f"rank {world.transport.world_rank}: this worker cannot train with the others, which train on other "
+                f"data: {cursor.differences(state)}. Start it with the same script, options and data."
+            )
