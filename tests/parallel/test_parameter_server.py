@@ -725,8 +725,11 @@ def test_optimisers_that_servers_cannot_run() -> None:
         assert "LBFGS" in str(each)
         assert "Use SGD" in str(each)
 
+    class OfTheUser(torch.optim.SGD):
+        """Not known to call a closure only once."""
+
     def closure(world: World) -> None:
-        model, optimizer, _ = start(world, ParameterServer())
+        model, optimizer, _ = start(world, ParameterServer(), lambda model: OfTheUser(model.parameters(), lr=0.1))
         loss_of(model, whole_batch(0)).backward()
         optimizer.step(lambda: 0.0)
 

@@ -35,7 +35,7 @@ from tutti.launch.control_plane import member_of_run, wait_for_ranks
 from tutti.launch.control_settings import find_worker_range
 from tutti.launch.default_group import make_default_group
 from tutti.launch.elastic import join_elastic
-from tutti.launch.environment import read_environment
+from tutti.launch.environment import RankEnvironment, read_environment
 from tutti.launch.host import host_name, listen_address
 from tutti.launch.supervisor_pipe import SupervisorPipe
 from tutti.launch.undistributed import UndistributedCheck
@@ -74,7 +74,25 @@ def init(*, timeout: Duration | None = None, transport: str | None = None, torch
     return world
 
 
-def _join(timeout: Duration | None, transport: str | None) -> World:
+def init_numbered(described: RankEnvironment) -> World:
+    """Join the world of ranks that a framework has started and numbered itself, with torch's default group over it.
+
+    For `tutti.integrations`. If a launcher that Tutti knows has started this process, its numbers count, and have to
+    be those of the framework. Collective. Called again, it returns the same world.
+    """
+    if (world := current_world()) is None:
+        world = _join(None, None, None if "RANK" in os.environ else described)
+    if (world.rank, world.size) != (described.rank, described.size):
+        raise ConfigError(
+            f"rank {world.rank}: {described.launcher} takes this process for rank {described.rank} of "
+            f"{described.size}, and the launcher has made it rank {world.rank} of {world.size}. Give "
+            f"{described.launcher} as many devices as workers were started."
+        )
+    make_default_group(world)
+    return world
+
+
+def _join(timeout: Duration | None, transport: str | None, environment: RankEnvironment | None = None) -> World:
     """Meet the other ranks, and make the world of this thread."""
     guard.refuse("tutti.init after the world was closed")
     limit = _timeout_from_environment() if timeout is None else parse_duration(timeout)
@@ -84,7 +102,8 @@ def _join(timeout: Duration | None, transport: str | None) -> World:
     elif kind not in TRANSPORTS:
         raise ConfigError(f"transport '{kind}' is not one of {', '.join(TRANSPORTS)}.")
     # 1. Who this process is, by the variables of its launcher.
-    environment = read_environment()
+    if environment is None:
+        environment = read_environment()
     if mpi.is_mpi(kind):
         mpi.check(environment, kind)
     if environment.size == 1 and find_worker_range() is None:

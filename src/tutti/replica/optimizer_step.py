@@ -3,9 +3,16 @@
 A step may be void: the optimiser finds no gradients then and changes nothing. Either a `GradScaler` has found an
 infinite gradient, and the step counts as usual; or a rank was lost (`Replica.lost`), and the step does not count: its
 samples come again.
+
+A closure, which `optimizer.step(closure)` calls to compute loss and gradients, is called before all this, where the
+optimiser calls it once: the gradients are there when the step begins, as in a loop without a closure.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import LBFGS, Optimizer
 
 from tutti.coordination.activity import IDLE
 from tutti.errors import ConfigError, RankLost
@@ -17,6 +24,17 @@ _MOST_VOID = 3
 """Steps that may be void one after the other: those of one batch, where a loop takes several."""
 
 
+class EvaluatedClosure:
+    """Stands in for a closure that has been called: returns its loss."""
+
+    def __init__(self, closure: Callable[[], Any]) -> None:
+        with torch.enable_grad():
+            self._loss = closure()
+
+    def __call__(self) -> Any:
+        return self._loss
+
+
 class OptimizerStep:
     """Reports the steps of an optimiser to the exchange, and lets void ones change nothing."""
 
@@ -25,8 +43,17 @@ class OptimizerStep:
         self._num_void = 0
         """Void steps since the last one that counted."""
 
-    def begin(self, *_: Any) -> None:
-        """The optimiser is about to step."""
+    def begin(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The optimiser is about to step; return its arguments. A step pre-hook."""
+        if _calls_closures_once(optimizer):
+            args = (*args[:1], *map(_evaluated, args[1:]))
+            kwargs = {name: _evaluated(value) for name, value in kwargs.items()}
+        self._begin()
+        return args, kwargs
+
+    def _begin(self) -> None:
         replica = self._replica
         if replica.in_consensus or replica.away:
             where = "job.consensus(), whose model is not this rank's own" if replica.in_consensus else "job.away()"
@@ -108,3 +135,13 @@ class OptimizerStep:
             replica.note_loss(error)
         replica.activity.stepped()
         replica.activity.enter(IDLE)
+
+
+def _calls_closures_once(optimizer: Optimizer) -> bool:
+    """Whether an optimiser calls the closure of a step once, at its start: all of torch but LBFGS."""
+    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
+
+
+def _evaluated(argument: Any) -> Any:
+    """Return an argument of `optimizer.step`, evaluated if it is a closure."""
+    return EvaluatedClosure(argument) if callable(argument) else argument

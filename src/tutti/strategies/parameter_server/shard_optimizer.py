@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from tutti.errors import ConfigError
 from tutti.replica import Bucket
 from tutti.replica.buckets import Slot, like
+from tutti.replica.optimizer_step import EvaluatedClosure
 from tutti.replica.samples import ADD_UP
 from tutti.replica.state import in_order_of
 from tutti.strategies.parameter_server.consistency import Consistency
 from tutti.strategies.parameter_server.ledger import Update
 from tutti.strategies.parameter_server.optimizer_options import OptimizerOptions
 from tutti.strategies.parameter_server.shards import ParameterShard, ShardSegment
-from tutti.strategies.parameter_server.support import SUPPORT
 
 MeanKernel = Callable[[np.ndarray, np.ndarray, int, int, np.ndarray, float], None]
 """Writes a weighted mean in one pass: source addresses, target addresses, first and last element, weights, divisor."""
@@ -40,9 +40,12 @@ def needs_whole_parameters(optimizer: Optimizer) -> bool:
 
 
 def reject_closure(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise `ConfigError` if `optimizer.step` was given a closure. A step pre-hook."""
-    if any(callable(argument) for argument in (*args[1:], *kwargs.values())):
-        raise ConfigError(SUPPORT["closures"].text)
+    """Raise `ConfigError` if `optimizer.step` was given a closure that is not evaluated yet. A step pre-hook."""
+    if any(callable(each) and not isinstance(each, EvaluatedClosure) for each in (*args[1:], *kwargs.values())):
+        raise ConfigError(
+            f"{type(optimizer).__name__}.step was given a closure, which it may call several times within the step: "
+            "servers take the steps, and have no loss to call. Call backward yourself, then step()."
+        )
 
 
 def clip_factor(max_norm: float, norm: float) -> float:

@@ -28,9 +28,9 @@ SUPPORT: Mapping[str, Support] = {
         "older. `ParameterServer(overlap=False)` avoids that.",
     ),
     "closures": Support(
-        "refuses",
-        "optimizer.step was given a closure, which calls the loss again within the step: servers take the steps, and "
-        "have no loss to call. Call backward yourself, then step().",
+        "adapts",
+        "A closure of torch's optimisers is called once, before the step. Other optimisers may call it several times, "
+        "and are refused.",
     ),
     "LBFGS": Support(
         "refuses",

@@ -84,7 +84,6 @@ class ParameterServerWorker(ServedModel, Exchange):
     def _start_listening(self) -> None:
         """Attach to the events of training: the last thing that a subclass does to construct itself."""
         if not self.replica.sizes_only:
-            self._handles.append(self.replica.optimizer.register_step_pre_hook(reject_closure))
             # Servers have copied the optimiser's state by now.
             self._user_state = UserOptimizerState(self.replica.optimizer, self.replica.slots)
             # Before the waits, whose hooks load parameters: hooks run in the order of registration.
@@ -94,6 +93,8 @@ class ParameterServerWorker(ServedModel, Exchange):
             self._handles.append(self.replica.optimizer.register_load_state_dict_pre_hook(refuse))
             self._forward_waits = ForwardWaits(self.replica, self._wait_for_slots) if self._strategy.overlap else None
         self.replica.listen(self, to="gradients")
+        if not self.replica.sizes_only:  # After the replica's own hook, which evaluates closures.
+            self._handles.append(self.replica.optimizer.register_step_pre_hook(reject_closure))
 
     @abstractmethod
     def _push(self, bucket: Bucket, norm: float) -> None:

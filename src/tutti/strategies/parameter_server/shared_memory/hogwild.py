@@ -115,14 +115,13 @@ class HogwildWorker(ServedModel, Exchange):
         # A step writes all parameters and reads them back.
         self._bytes_per_step = 2 * sum(view.nbytes for view in self._shared_parameters)
         refuse = partial(refuse_optimizer_load, transport.world_rank, ref(replica))
-        self._handles = [
-            replica.optimizer.register_step_pre_hook(reject_closure),
-            replica.optimizer.register_load_state_dict_pre_hook(refuse),
-        ]
+        self._handles = [replica.optimizer.register_load_state_dict_pre_hook(refuse)]
         # A step is taken on the shared parameters: what the user has changed in the private copy would be lost.
         remedy = SUPPORT["changed parameters"].text
         self._user_changes = UserChanges(replica, transport.world_rank, remedy)
         replica.listen(self, to="samples")
+        # After the replica's own hook, which evaluates closures.
+        self._handles.append(replica.optimizer.register_step_pre_hook(reject_closure))
 
     def _slot_states(self) -> list[dict[str, Any]]:
         """Return the dictionaries that the optimiser keeps for the parameters."""
