@@ -64,10 +64,29 @@ def single(optimizers: list[Optimizer]) -> Optimizer:
     return optimizers[0]
 
 
+class DividedLoader:
+    """This rank's part of a DataLoader. An epoch begins with its first batch.
+
+    Lightning makes the iterator of a run that it continues before it says which epoch comes next.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._data: Any = shard(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_data"], name)
+
+
 def divided(loader: object) -> object:
     """Return this rank's part of a DataLoader; anything else, such as a loader of a stream, as it is."""
     if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
-        return loader if isinstance(loader.dataset, IterableDataset) else shard(loader)
+        return loader if isinstance(loader.dataset, IterableDataset) else DividedLoader(loader)
     return loader
 
 
