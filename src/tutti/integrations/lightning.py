@@ -24,6 +24,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from torch import Tensor
 
 from tutti.integrations.lightning_ranks import STATE, AgreedModel, divided, join_world, single, usable
 from tutti.job import Job, distribute
@@ -122,6 +123,15 @@ class TuttiStrategy(DDPStrategy):
         return divided(dataloader)
 
     # Evaluation and checkpoints
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return the mean or the sum of a value over ranks. Collective.
+
+        A mean of integers is no integer: Lightning divides logged sums by the mean number of samples of a rank.
+        """
+        if isinstance(tensor, Tensor) and not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
+            tensor = tensor.double()
+        return super().reduce(tensor, group, reduce_op)
 
     def on_validation_start(self) -> None:
         """Validate what all ranks agree on. Collective."""
