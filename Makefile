@@ -12,7 +12,7 @@ ifneq ($(wildcard ../shared/data),)
 export TUTTI_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: help install demo test test-quick test-matrix check docs bench clean
+.PHONY: help install demo test test-quick test-matrix test-frameworks check docs bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make test   the whole test suite"
 	@echo "make test-quick   the inner loop of it"
 	@echo "make test-matrix   the quick tests on several versions of torch"
+	@echo "make test-frameworks   tests under Lightning, Transformers and Accelerate, which it installs"
 	@echo "make check  ruff and mypy"
 	@echo "make docs   the documentation site, into site/"
 	@echo "make bench  training steps and all-reduce against DDP, Gloo and Open MPI"
@@ -37,8 +38,13 @@ demo: $(STAMP)
 # Three processes share two cores: with two, a fifth of the cores' time was idle, while tests waited for time limits and
 # for each other. Tests of killed workers come after these; of those with labs (xdist_group) one runs at a time.
 test: $(STAMP)
-	$(BIN)/pytest --ignore=tests/integration -n 3 --dist worksteal
+	$(BIN)/pytest --ignore=tests/integration --ignore=tests/frameworks -n 3 --dist worksteal
 	$(BIN)/pytest tests/integration -n 3 --dist loadgroup
+
+# Tests of Tutti inside other frameworks, which are installed for them.
+test-frameworks: $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[lightning,transformers]'
+	$(BIN)/pytest tests/frameworks
 
 # For the inner loop: one process, no launches.
 test-quick: $(STAMP)

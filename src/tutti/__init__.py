@@ -108,8 +108,8 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names.s
 
 _SUBMODULES = {
     "backend", "bench", "checkpoint", "cli", "cluster", "codecs", "collectives", "coordination", "cost", "data",
-    "errors", "events", "job", "measurement", "parallel", "plan", "plugins", "recipes", "replica", "report",
-    "simulation", "strategies", "transports", "versions",
+    "errors", "events", "integrations", "job", "measurement", "parallel", "plan", "plugins", "recipes", "replica",
+    "report", "simulation", "strategies", "transports", "versions",
 }  # fmt: skip
 """Submodules that are attributes of `tutti`: all but those that have the name of a public function."""
 

@@ -1,9 +1,8 @@
-"""Train under Lightning's Trainer, and print what came of it: a line of JSON for each thing asked for.
+"""Train under Lightning's Trainer, and record what came of it.
 
-    python lightning_training.py DEVICES WHAT...
+python lightning_training.py DEVICES WHAT...
 """
 
-import json
 import logging
 import sys
 import tempfile
@@ -15,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from started import record
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -50,8 +50,8 @@ class Module(pl.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def validation_step(self, batch: Any, _: int) -> None:
-        x, y, number = batch
+    def validation_step(self, batch: Any, index: int) -> None:
+        x, y, _ = batch
         loss = F.cross_entropy(self.net(x), y)
         self.log("val", loss, sync_dist=True, batch_size=len(y))
 
@@ -106,7 +106,7 @@ class Save(pl.Callback):
 
 
 def trainer_of(strategy: str, **options: Any) -> pl.Trainer:
-    quiet = {name: False for name in ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")}
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     chosen: Any = strategy if strategy == "tutti" else TuttiStrategy(strategy)
     return pl.Trainer(
         strategy=chosen, accelerator="cpu", devices=int(sys.argv[1]), **{"max_epochs": EPOCHS, **quiet, **options}
@@ -203,4 +203,4 @@ if __name__ == "__main__":
         task, _, strategy = word.partition("=")
         result = TASKS[task](strategy)
         if dist.get_rank() == 0:
-            print(json.dumps({"task": word, "result": result}), flush=True)
+            record(word, result)

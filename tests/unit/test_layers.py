@@ -15,7 +15,7 @@ LAYERS = [
     "errors", "plugins", "versions", "simulation.sizes", "cluster", "measurement", "events", "coordination",
     "transports", "codecs",
     "collectives", "replica", "simulation", "backend", "cost", "strategies", "parallel", "plan", "world", "data",
-    "checkpoint", "job", "launch", "recipes", "simulation.runs", "report", "bench", "cli", "__main__",
+    "checkpoint", "job", "launch", "recipes", "simulation.runs", "report", "integrations", "bench", "cli", "__main__",
 ]  # fmt: skip
 """Lower first: a module imports only from its own layer and those before it. The longest name that fits counts."""
 

@@ -58,7 +58,7 @@ class TuttiAccelerator(Accelerator):
         if (len(models), len(optimizers)) != (1, 1):
             raise ConfigError(
                 f"a strategy of Tutti's trains one model with one optimiser, got {len(models)} models and "
-                f"{len(optimizers)} optimisers. Put them into one module, and its parameters into groups of one optimiser."
+                f"{len(optimizers)} optimisers. Make one module of the models, and give one optimiser all parameters."
             )
         self.start(models[0], optimizers[0])
 

@@ -1,4 +1,4 @@
-"""What the strategies for Lightning's Trainer and for Fabric have in common: ranks, data and the state to save."""
+"""Ranks, data and the state to save: common to the strategies for Lightning's Trainer and for Fabric."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -115,7 +115,8 @@ class AgreedModel:
     @contextmanager
     def to_save(self) -> Iterator[dict[str, Any]]:
         """Hold everything that a checkpoint needs in model and optimiser; yield the strategy's state. Collective."""
-        was_in, _ = self._context is not None, self.leave()
+        was_in = self._context is not None
+        self.leave()
         state = self._job.state_dict()
         with self._job.consensus():
             yield state

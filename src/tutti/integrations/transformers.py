@@ -9,7 +9,6 @@ Evaluation and checkpoints use the parameters that all ranks agree on. A checkpo
 the strategy's state.
 """
 
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
