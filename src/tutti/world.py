@@ -67,6 +67,10 @@ class Regrouping(Protocol):
         """Do what all ranks do together, again if some are lost meanwhile; None where others had done it."""
         ...
 
+    def regroup(self, *, in_call: bool = False) -> bool:
+        """Go on with the ranks that are there now, with the strategy attached anew; all ranks do. Between two steps."""
+        ...
+
 
 class Connections(Protocol):
     """The transports of an elastic world, one for each generation."""

@@ -35,29 +35,30 @@ from tutti.strategies.rates import SAME_RATE, LearningRateRule, batch_rule
         ("ps:ssp=3", 8, 1 / 16),
         ("ps:ssp=3", 1, 1.0),
         ("poseidon:ssp=2", 8, 1 / 9),
-        ("ps:async", 8, 1 / 8),
-        ("ps:softsync=2", 8, 1 / 4),
+        ("ps:async", 8, 1 / 32),
+        ("ps:softsync=2", 8, 1 / 16),
         ("ps:softsync=8", 8, 1.0),
-        ("ps:async,aware", 8, 7 / 8),
-        ("ps:async,aware", 2, 1 / 2),
+        ("ps:async,aware", 8, 7 / 32),
+        ("ps:async,aware", 2, 1 / 8),
         ("ps:ssp=3,aware", 8, 3 / 16),
         ("averaging:every=16", 8, 1.0),
         ("bmuf:every=16", 8, 1 / 8),
         ("bmuf:momentum=0.5,lr=0.25", 8, 1.0),
         ("diloco", 8, 1 / 7),
         ("gossip", 8, 1.0),
-        ("peers:inbox=1", 8, 1 / 16),
-        ("peers:inbox=3", 8, 1 / 32),
+        ("peers:inbox=1", 8, 1 / 32),
+        ("peers:inbox=3", 8, 1 / 128),
     ],
 )
 def test_the_rule_of_a_strategy(text: str, workers: int, factor: float) -> None:
     rule = parse(text).learning_rate(workers)
     assert rule.factor == pytest.approx(factor)
     assert bool(rule.reason) == (factor != 1)
-    assert rule.synchronous_share == (0.5 if "ssp" in text and factor != 1 else 0)
+    stale = any(name in text for name in ("ssp", "async", "softsync", "peers"))
+    assert rule.synchronous_share == (0.5 if stale and factor != 1 else 0)
 
 
-@pytest.mark.parametrize(("text", "part"), [("ps:ssp=3", 16), ("peers:inbox=3", 4 * 8)])
+@pytest.mark.parametrize(("text", "part"), [("ps:ssp=3", 16), ("peers:inbox=3", 16 * 8)])
 def test_stale_updates_take_the_place_of_momentum(text: str, part: int) -> None:
     """Momentum gives way, as far as there is any, and the effective rate is divided."""
     rule = parse(text).learning_rate(8)
@@ -85,7 +86,7 @@ def test_with_adam_gradients_that_servers_scale_down_take_nothing_from_a_rule(te
 def test_the_synchronous_share_in_steps() -> None:
     assert parse("ps:ssp=3").learning_rate(8).synchronous_steps(101) == 50
     assert parse("ps:ssp=3").learning_rate(1).synchronous_steps(101) == 0
-    assert parse("ps:async").learning_rate(8).synchronous_steps(101) == 0
+    assert parse("ps:bsp").learning_rate(8).synchronous_steps(101) == 0
     combined = LearningRateRule(0.5, reason="Half.") & LearningRateRule(1 / 16, 5, 0, 0.5, 0.25, "Stale.")
     assert combined == LearningRateRule(1 / 32, 5, 0, 0.5, 0.25, "Half. Stale.")
 
@@ -135,7 +136,7 @@ def test_a_rate_is_set_on_all_groups_and_warmed_up() -> None:
     scaled = two_groups()
     batch = rule_of_batch(scaled, 512, 64, 180)
     assert (batch.factor, batch.warmup_steps) == (8.0, 10)
-    schedule = set_rate(scaled, "auto", parse("ps:async").learning_rate(2), batch, 180)
+    schedule = set_rate(scaled, "auto", LearningRateRule(1 / 2, reason="Half."), batch, 180)
     assert schedule.synchronous_steps == 0
     assert rates(scaled) == pytest.approx([0.05, 0.005]), "the warm-up starts here"
     found = []
@@ -171,10 +172,10 @@ def test_a_recipe_that_changes_its_rates_itself_may_do_so_where_no_rule_does() -
     assert rates(optimizer) == [7.0, 0.01]
 
 
-@pytest.mark.parametrize(("lr", "used"), [(None, 0.1), ("auto", 0.05), (0.02, 0.02)])
+@pytest.mark.parametrize(("lr", "used"), [(None, 0.1), ("auto", 0.1), (0.02, 0.02)])
 def test_servers_use_the_rate_that_was_set(lr: float | None, used: float) -> None:
     """A run with that number for a rate ends with the same parameters."""
-    strategy = "ps:async,servers=1"
+    strategy = "ps:bsp,servers=1" if lr == "auto" else "ps:async,servers=1"
     config = TrainingConfig(recipe="digits", strategy=strategy, epochs=1, lr=lr)  # type: ignore[arg-type]
     result = simulate(train, config, workers=3).results[0]
     assert (result.lr, result.momentum) == (pytest.approx(used), 0.9)
@@ -217,6 +218,23 @@ def test_a_run_that_starts_synchronously_is_that_of_a_script_with_the_same_rule(
     same, other = (simulate(script, each, workers=4).results[0] for each in (rule, replace(rule, momentum_factor=1.0)))
     torch.testing.assert_close(result.parameters, same)
     assert not torch.allclose(result.parameters, other, atol=1e-3), "servers use the momentum"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "lr", "momentum"),
+    [("ps:softsync=2,servers=1", 0.1 / 6, 0.9), ("ps:async,aware", 0.1 / 6, 0.9), ("peers", 0.4 / 27, 0.6)],
+)
+def test_strategies_without_a_bound_start_synchronously_too(strategy: str, lr: float, momentum: float) -> None:
+    config = TrainingConfig(recipe="digits", strategy=strategy, epochs=2, lr="auto")
+    result = simulate(train, config, workers=3 + parse(strategy).num_dedicated_servers).results[0]
+    assert (result.steps, result.synchronous_steps) == (44, 22)
+    assert (result.lr, result.momentum) == (pytest.approx(lr), pytest.approx(momentum))
+    staleness = result.strategy_metrics["staleness"]
+    if strategy != "peers":  # It starts by all-reduce, which counts no staleness.
+        assert staleness[0] >= 22
+        assert max(staleness) >= 1
+    else:
+        assert sum(staleness.values()) == 22
 
 
 def test_an_evaluation_leaves_steps_that_all_workers_take_together_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

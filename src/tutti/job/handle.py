@@ -14,6 +14,7 @@ from tutti.job.membership import JobMembership, refuse_on_membership
 from tutti.job.not_copied import NotCopied
 from tutti.job.progress import JobProgress
 from tutti.job.state import job_state, load_job_state
+from tutti.job.synchronous_start import SynchronousStart
 from tutti.job.values import CollectiveValues
 from tutti.parallel.model_on_mesh import ModelOnMesh
 from tutti.parallel.pipeline.step import Loss, PipelineStep
@@ -27,7 +28,7 @@ JOB_ATTRIBUTE = "_tutti_job"
 """The attribute of a distributed model that holds its job."""
 
 
-class Job(CollectiveValues, JobCheckpoints, JobMembership, JobProgress, NotCopied):
+class Job(CollectiveValues, JobCheckpoints, JobMembership, JobProgress, SynchronousStart, NotCopied):
     """The handle on a distributed model that `tutti.distribute` returns.
 
     Use it as a context manager, or call `finish` at the end. Methods marked "Collective" must be called by every rank.
@@ -49,6 +50,7 @@ class Job(CollectiveValues, JobCheckpoints, JobMembership, JobProgress, NotCopie
         self._model = replica.model if model_on_mesh is None else model_on_mesh.model
         self._replica = replica
         self._exchange = exchange
+        self._attached = strategy
         self._started_s = exchange.transport.now()
         self._finished = self._was_leader = False
         world.usage.exchanges.add(exchange)
@@ -86,21 +88,6 @@ class Job(CollectiveValues, JobCheckpoints, JobMembership, JobProgress, NotCopie
         """
         expect(self._replica, self._exchange, self.strategy, self.world, loss=loss, same_batches=same_batches)
         self._expected = {"loss": loss, "same_batches": same_batches}
-
-    def start_synchronously(self, num_steps: int) -> None:
-        """Take the first `num_steps` steps of the training as under `ps:bsp`; call it before the first one.
-
-        For parameter servers of bounded staleness (`ps:ssp`). Steps count from the start of the training, also in a run
-        that continues from a checkpoint. Every rank gives the same number; `LearningRateRule.synchronous_steps` has it.
-        """
-        if num_steps < 0:
-            raise ConfigError(f"job.start_synchronously needs 0 steps or more, got {num_steps}.")
-        if num_steps and self.strategy.synchronous_start is None:
-            raise ConfigError(
-                f"strategy '{self.strategy}' has no synchronous start; servers of bounded staleness have (ps:ssp=3). "
-                "Leave job.start_synchronously out."
-            )
-        self._replica.synchronous_steps = num_steps
 
     def watch(self, loss: Tensor) -> None:
         """Stop every rank, in this step's backward, if `loss` is not finite on this one."""
@@ -173,6 +160,8 @@ class Job(CollectiveValues, JobCheckpoints, JobMembership, JobProgress, NotCopie
         Afterwards this rank continues from the parameters that the others have. Parameter servers, peer updates and
         gossip allow it; other strategies refuse.
         """
+        if not self._replica.starts_synchronously:
+            self._attach_for_next_step()  # The others are about to, and wait for this rank.
         self._exchange.leave()  # Refuses if the strategy needs every rank; then nothing has changed.
         self._replica.away = True
         try:
@@ -223,6 +212,7 @@ class Job(CollectiveValues, JobCheckpoints, JobMembership, JobProgress, NotCopie
         It may be of another strategy, number of ranks or mesh. What has a meaning here is converted; a warning says
         what is dropped, and what that means. Raises `ConfigError` for the state of another model.
         """
+        self._continue_after(state.get("steps", 0))
         with self.world.waiting(self._exchange):
             load_job_state(state, self.strategy, self._replica, self._exchange, self._model_on_mesh)
 
@@ -265,6 +255,8 @@ class Job(CollectiveValues, JobCheckpoints, JobMembership, JobProgress, NotCopie
         self._finished = True
         if self.world.elastic is not None:
             self.world.elastic.regrouping = None
+        if self._start_hook is not None:
+            self._start_hook.remove()
         self._checkpoints.abandon()
         self.world.usage.exchanges.discard(self._exchange)
         # In this order: background work stops, then gradients are copied out of shared memory, then it is unmapped.

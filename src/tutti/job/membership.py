@@ -44,8 +44,8 @@ class MembershipListeners:
 
     def note(self, old: Generation, new: Generation) -> None:
         """Remember a change, until `tell`."""
-        if self.calls:
-            before, after = (tuple(each.description.rank for each in found.members) for found in (old, new))
+        before, after = (tuple(each.description.rank for each in found.members) for found in (old, new))
+        if self.calls and before != after:  # A synchronous start begins and ends with a generation of its own.
             self._untold.append(MembershipChange(new.number, before, after))
 
     def tell(self) -> None:

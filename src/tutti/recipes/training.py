@@ -232,7 +232,7 @@ def _evaluate_epoch(
         reports.evaluation(loss, accuracy)
         return accuracy
     if job.is_leader and not last:
-        waits = job.strategy.needs_all_ranks or job.strategy.steps_by_mean_gradient
+        waits = job.strategy.needs_all_ranks or job.strategy.steps_by_mean_gradient or job.starts_synchronously
         with nullcontext() if waits else job.away():
             reports.evaluation(loss, evaluation.accuracy())
     return nan

@@ -141,6 +141,11 @@ class Replica(ABC):
         return self.lost is not None or self.waits_for_batch
 
     @property
+    def starts_synchronously(self) -> bool:
+        """Whether the step under way is one of the synchronous start."""
+        return self.steps < self.synchronous_steps
+
+    @property
     def device_types(self) -> set[str]:
         """The types of the devices that parameters are on, such as "cpu" and "cuda"."""
         return {slot.tensor.device.type for slot in self.slots}

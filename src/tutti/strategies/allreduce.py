@@ -16,7 +16,7 @@ How it works:
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from tutti.codecs import (
@@ -134,6 +134,10 @@ class AllReduce(Strategy):
     @property
     def averages_gradients(self) -> bool:
         return True
+
+    @property
+    def synchronous_start(self) -> "AllReduce | None":
+        return None if self.codec is None else replace(self, codec=None)
 
     def cost(self, profile: Profile, placement: Placement) -> CommunicationCost:
         return communication_cost(self, profile, placement)

@@ -224,6 +224,13 @@ class Strategy(ABC):
         """The strategy whose steps this one takes first after `job.start_synchronously`; None if it cannot do that."""
         return None
 
+    def starts_in_place(self, transport: Transport) -> bool:
+        """Whether the exchange of this strategy takes the steps of a synchronous start itself, on such a transport.
+
+        It does while `replica.starts_synchronously`. Otherwise they are taken by that of `synchronous_start`.
+        """
+        return False
+
     @property
     def needs_all_ranks(self) -> bool:
         """Whether every step waits for all ranks, so that no rank can be absent (`job.away()`) without a pause."""

@@ -137,16 +137,24 @@ def synchronous_start_rule(staleness: int, updates: str) -> LearningRateRule:
     )
 
 
-def stale_rule(staleness: float, updates: str) -> LearningRateRule:
-    """Return the rule for updates computed from parameters that are `staleness` steps old: 1 / staleness.
+def stale_rule(num_steps: float, updates: str) -> LearningRateRule:
+    """Return the rule for `num_steps` steps where one worker takes one, by gradients that are about as many steps old.
+
+    They are of a part of the batch each, and share its rate. Together they are as stale as steps of the whole batch
+    with gradients of one step ago: a model is trained by synchronous steps first, and the effective rate is divided by
+    2^2 then, as in `synchronous_start_rule`. Momentum stays: where it lasts no longer than the gradients are old, it
+    hardly changes which rates are stable (docs/learning-rates.md).
 
     Args:
-        updates: the beginning of the reason, such as "Updates are up to 3 steps old".
+        updates: the beginning of the reason, such as "8 workers take 8 steps where one worker takes one".
     """
-    if staleness <= 1:
+    if num_steps <= 1:
         return SAME_RATE
     return LearningRateRule(
-        1 / staleness, reason=f"{updates}, which needs 1/{staleness:g} of the learning rate (Zhang et al. 2016)."
+        1 / (4 * num_steps),
+        synchronous_share=_SYNCHRONOUS_SHARE,
+        reason=f"{updates}, from parameters as many steps old, which needs a synchronous start, and then "
+        f"1/{4 * num_steps:g} of the learning rate (Dean et al. 2012, Zhang et al. 2016).",
     )
 
 

@@ -49,7 +49,7 @@ from tutti.collectives.calls import Combine
 from tutti.coordination.elastic_member import Generation
 from tutti.data.sharded_data import ShardedData
 from tutti.errors import ConfigError, RankLost
-from tutti.job.attach import attach_again
+from tutti.job.attach import attach_again, detach, strategy_of_next_step
 from tutti.job.checkpoints.signals import requested
 from tutti.job.elastic.ends import leave, stop_for_too_few
 from tutti.job.elastic.positions import positions, with_losses
@@ -60,6 +60,7 @@ from tutti.job.metrics import Changes
 from tutti.replica.state import load_model_state, load_optimizer_state
 from tutti.strategies import Exchange
 from tutti.strategies.saved_state import for_new_ranks, from_sent, of_this_rank
+from tutti.transports import for_devices
 from tutti.world import Elasticity, World
 
 if TYPE_CHECKING:
@@ -118,11 +119,13 @@ class ElasticJob:
             if requested():
                 self._elastic.member.leave()
             lost = self._elastic.member.lost() and not job._exchange.tolerates_loss
-            if not lost and (at_end or not self._elastic.member.stops_here()):
+            # All ranks come here after the last step of a synchronous start, or after the same step as another.
+            changes = not at_end and (job._must_change or self._elastic.member.stops_here())
+            if not lost and not changes:
                 return
             if lost:
                 replica.lost = RankLost(f"rank {self._world.transport.world_rank}: a rank is lost.")
-        self._regroup()
+        self.regroup()
 
     def _first_batch(self) -> None:
         """This rank is about to train: whatever the others have in their loops, it must have by now."""
@@ -183,7 +186,7 @@ class ElasticJob:
         replica, counts = job._replica, self._world.sample_counts
         in_batch = counts.num_committed < counts.num_batches
         in_consensus = replica.in_consensus
-        took_over = self._regroup(in_call=True)
+        took_over = self.regroup(in_call=True)
         if in_batch or took_over:
             self.void_step.keep()
             replica.waits_for_batch = True
@@ -214,7 +217,7 @@ class ElasticJob:
 
         return agreed
 
-    def _regroup(self, *, in_call: bool = False) -> bool:
+    def regroup(self, *, in_call: bool = False) -> bool:
         """Go on with the ranks that are there now; return whether this rank has taken over the state of another."""
         job, started_s = self._the_job, time.monotonic()
         job._replica.activity.enter("membership")
@@ -284,6 +287,7 @@ class ElasticJob:
             "cut_short": cut_short,
             # Of a state that is the same on all ranks which have as much; 0 where each has its own.
             "equal_bytes": state_bytes(self._the_job._replica) if equal else 0,
+            "synchronous_steps": self._the_job._replica.synchronous_steps,
             "has_residual": int(any(name.endswith("residuals") for name in state)),
         }
 
@@ -300,6 +304,7 @@ class ElasticJob:
         transport = self._elastic.connections.connect(new)
         world.renew(transport.rank, transport.size, transport)
         took_over = self._synchronise(new)
+        _start_as(self._the_job, new)
         begin_generation(self._the_job, of_this_rank(self._state_of_strategy, world.rank, world.size))
         return took_over
 
@@ -380,6 +385,7 @@ class ElasticJob:
                 transport = self._elastic.connections.connect(new)
                 self._world.renew(transport.rank, transport.size, transport)
                 self._synchronise(new)
+                _start_as(self._the_job, new)
                 parts = of_this_rank(self._state_of_strategy, transport.rank, transport.size)
                 begin_generation(job, parts)
                 break
@@ -392,26 +398,32 @@ class ElasticJob:
 
 def end_generation(job: "Job") -> None:
     """Detach a model from ranks that may be lost. Not collective. Idempotent."""
-    job.world.usage.exchanges.discard(job._exchange)
-    job._exchange.close()
-    job._replica.detach()
-    if job._replica.checks is not None:
-        job._replica.checks.close()
+    detach(job._replica, job._exchange, job.world)
     job.world.transport.close()
 
 
 def begin_generation(job: "Job", state: dict[str, Any]) -> None:
     """Attach a model to the present ranks of its world, and continue from the strategy's state. Collective."""
-    before = job._exchange
-    job._exchange = exchange = attach_again(job._replica, job.strategy, job.world, job._expected)
+    before, replica = job._exchange, job._replica
+    channel = for_devices(job.world.transport, replica.device_types).channel("job")
+    job._attached = strategy_of_next_step(job.strategy, replica, channel)
+    job._exchange = exchange = attach_again(replica, job._attached, job.world, job._expected, channel)
     exchange.events, exchange.on_exchange = before.events, before.on_exchange
     exchange.load_state_dict(state)
     job.world.usage.exchanges.add(exchange)
 
 
+def _start_as(job: "Job", new: Generation) -> None:
+    """Start synchronously as the others do, also where this rank has not come to that call, or has just joined."""
+    replica = job._replica
+    replica.synchronous_steps = max(
+        replica.synchronous_steps, *(each.info.get("synchronous_steps", 0) for each in new.members)
+    )
+
+
 _NOTHING: dict[str, Any] = {
     **{"progress": -1, "digest": "", "positions": [], "agreed": [], "trails": [], "steps": {}},
-    **{"cut_short": 0, "has_residual": 0, "equal_bytes": 0},
+    **{"cut_short": 0, "has_residual": 0, "equal_bytes": 0, "synchronous_steps": 0},
 }
 """What a rank says of itself that has joined, and has not taken over anything yet."""
 

@@ -10,6 +10,7 @@ from tutti.codecs import Codec, ErrorFeedback, OneBit, print_codec
 from tutti.cost import CommunicationCost, Placement, Profile
 from tutti.errors import ConfigError
 from tutti.replica import Replica
+from tutti.strategies.allreduce import AllReduce
 from tutti.strategies.averaging.block_schedule import Every, check_every, check_share, duration_text, read_every
 from tutti.strategies.averaging.cost import communication_cost
 from tutti.strategies.averaging.exchange import BlockExchange
@@ -82,6 +83,10 @@ class LocalSteps(Strategy):
     @property
     def exact(self) -> bool:
         return False
+
+    @property
+    def synchronous_start(self) -> Strategy:
+        return AllReduce()
 
     @property
     def steps_per_exchange(self) -> int | None:

@@ -8,6 +8,7 @@ from tutti.codecs import Codec, ErrorFeedback, Threshold, print_codec
 from tutti.cost import CommunicationCost, Placement, Profile
 from tutti.errors import ConfigError
 from tutti.replica import Replica
+from tutti.strategies.allreduce import AllReduce
 from tutti.strategies.base import Exchange, Strategy
 from tutti.strategies.compatibility import ADDED_CHANGES, MIXED_LBFGS, Support
 from tutti.strategies.decentralised.cost import gossip_cost, peer_updates_cost
@@ -16,7 +17,7 @@ from tutti.strategies.decentralised.gossip_async import AsyncGossip
 from tutti.strategies.decentralised.gossip_sync import SyncGossip
 from tutti.strategies.decentralised.graphs import NAMED, Graph, graph_mistakes, read_graph, topology_for
 from tutti.strategies.decentralised.peer_updates import PeerUpdatesAlgorithm
-from tutti.strategies.rates import SAME_RATE, LearningRateRule, momentum_rule
+from tutti.strategies.rates import SAME_RATE, LearningRateRule, synchronous_start_rule
 from tutti.transports import Transport
 
 _ROUTING_GRAPHS = ("all", "ring", "torus", "exponential")
@@ -83,11 +84,15 @@ class PeerUpdates(Strategy):
             reason=f"The updates of {num_workers} workers are added, which needs 1/{num_workers} of the learning rate "
             "(Strom 2015).",
         )
-        return summed & momentum_rule(self.inbox, f"Updates of other workers are up to {self.inbox} steps old")
+        return summed & synchronous_start_rule(self.inbox, f"Updates of other workers are up to {self.inbox} steps old")
 
     @property
     def synchronous(self) -> bool:
         return False
+
+    @property
+    def synchronous_start(self) -> Strategy:
+        return AllReduce()
 
     def support(self, technique: str) -> Support:
         own = {"LBFGS": MIXED_LBFGS, "changed parameters": ADDED_CHANGES}

@@ -157,11 +157,16 @@ def _counting_rule(consistency: Consistency, num_workers: int) -> LearningRateRu
 
     While a worker computes, each of the others sends an update, so that its own is about N / quorum steps old.
     """
-    # With fewer workers than the quorum, one update of each makes a version.
-    num_steps = num_workers / min(consistency.quorum, num_workers)
+    num_steps = _steps_for_one(consistency, num_workers)
     return stale_rule(
         num_steps, f"Under '{consistency}' {num_workers} workers take {num_steps:g} steps where one worker takes one"
     )
+
+
+def _steps_for_one(consistency: Consistency, num_workers: int) -> float:
+    """Return how many versions are made where one worker makes one, under a counting consistency."""
+    # With fewer workers than the quorum, one update of each makes a version.
+    return num_workers / min(consistency.quorum, num_workers)
 
 
 def inverse(staleness: int) -> float:
@@ -207,27 +212,18 @@ class StalenessAware(Consistency):
         if self.factor is inverse and self.bound is None:
             # An update of one worker has the samples of one worker, however fresh it is. Counted in full, one that
             # happens to be fresh, after an evaluation for example, would move parameters N times as far as the others.
-            return 1 / max(1, staleness, num_workers / min(self.quorum, num_workers) - 1)
+            return 1 / max(1, staleness, _steps_for_one(self, num_workers) - 1)
         return float(self.factor(staleness))
 
     def learning_rate(self, num_workers: int) -> LearningRateRule:
         rule = self.inner.learning_rate(num_workers)
         if rule == SAME_RATE:
             return rule
-        if self.bound is not None:
-            # Servers divide the oldest update by the bound themselves.
-            by_servers = float(max(1, self.bound))
-            return replace(rule, factor=rule.factor * by_servers, gradient_scale=1 / by_servers)
-        # Of N steps for each of one worker, an update is N - 1 old, and 1 / (N - 1) is what servers scale it by.
-        num_steps = 1 / rule.factor
-        by_servers = max(1.0, num_steps - 1)
-        return LearningRateRule(
-            by_servers / num_steps,
-            gradient_scale=1 / by_servers,
-            reason=f"Under '{self}' {num_workers} workers take {num_steps:g} steps where one worker takes one, and "
-            f"servers account for {by_servers:g} of them (Zhang et al. 2016), but not with Adam, whose steps do not "
-            "depend on the scale of gradients.",
-        )
+        # Servers divide the oldest update by the bound themselves; without one, of N steps for each of one worker, an
+        # update is N - 1 old.
+        staleness = _steps_for_one(self, num_workers) - 1 if self.bound is None else self.bound
+        by_servers = float(max(1, staleness))
+        return replace(rule, factor=rule.factor * by_servers, gradient_scale=1 / by_servers)
 
     def __str__(self) -> str:
         return f"{self.inner},aware" + ("" if self.factor is inverse else f"={self._factor_name}")

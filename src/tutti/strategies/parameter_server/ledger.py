@@ -12,6 +12,10 @@ shard has a *version*: the number of optimiser steps taken. What makes a version
   is beyond v. A worker in iteration c may pull when the version is at least c - staleness.
 - Counting (`SoftSync`, `Async`): the next version is made of the first `quorum` pending updates, in order of arrival,
   whichever workers sent them. A worker may pull once none of its own updates is pending.
+- Counting, in the synchronous start (`job.start_synchronously`): as long as any pending update is of a synchronous
+  step, the next version is made of all pending updates, once every member has one. A worker waits until its update is
+  in a version, so each has one at most. A member whose last update was not of a synchronous step is past the start: the
+  others do not wait for it. So workers need not agree on the step in which the start ends.
 - Counting on several servers: updates arrive at each server in another order. One server decides, by a ledger of its
   own, and sends what it decides to the others. Each ledger then waits for exactly the updates that the `UpdateOrder`
   has at its `order_position`.
@@ -56,15 +60,18 @@ class Update:
     """Number of versions made between the pull it was computed from and its own; set by the ledger."""
     is_void: bool = False
     """Whether it only counts: the worker's `GradScaler` has found an inf, and there are no values."""
+    is_synchronous: bool = False
+    """Whether it is of a step of the synchronous start: then its version is made of an update of every worker."""
 
 
 def effective_updates(updates: Sequence[Update], consistency: Consistency) -> list[Update]:
     """Return those of a version's updates that its step is made of; none if there is no step.
 
-    Under `BSP` a void update makes the whole step void: one worker that has all samples would skip the step.
+    In a synchronous step a void update makes the whole step void: one worker that has all samples would skip it.
     """
     effective = [update for update in updates if not update.is_void]
-    return effective if len(effective) == len(updates) or consistency.bound != 0 else []
+    synchronous = consistency.bound == 0 or any(update.is_synchronous for update in updates)
+    return effective if len(effective) == len(updates) or not synchronous else []
 
 
 UpdateIds = set[tuple[int, int]]
@@ -123,6 +130,8 @@ class Ledger:
         self._num_pushed = dict.fromkeys(members, 0)
         """By worker: updates since the ledger has started. Not its clock, which moves on when it joins."""
         self._pending: list[Update] = []
+        self._started: set[int] = set()
+        """Workers whose last update was not of a synchronous step, under a counting consistency."""
 
     def restart(self) -> None:
         """Start again from version 0, with every worker at clock 0."""
@@ -132,6 +141,7 @@ class Ledger:
         self._clocks = dict.fromkeys(self._clocks, 0)
         self._num_pushed = dict.fromkeys(self._clocks, 0)
         self._pending.clear()
+        self._started.clear()
 
     @property
     def is_idle(self) -> bool:
@@ -178,6 +188,10 @@ class Ledger:
         self._clocks[update.worker] += 1
         self._num_pushed[update.worker] += 1
         self._pending.append(update)
+        if update.is_synchronous:
+            self._started.discard(update.worker)
+        else:
+            self._started.add(update.worker)
 
     def take_due(self) -> list[Update]:
         """Remove and return the updates of the next version, by rank of worker; an empty list if it is not due."""
@@ -200,6 +214,9 @@ class Ledger:
             return []
         if self._order is not None:
             return self._due_by_order()
+        if self._consistency.bound is None and any(update.is_synchronous for update in self._pending):
+            missing = self._members - self._started - {update.worker for update in self._pending}
+            return [] if missing else self._pending
         if self._consistency.bound is None:
             # With fewer members than the quorum, one update of each makes a version. With none (at a barrier) nothing
             # more is awaited, and what is pending is enough.

@@ -61,7 +61,7 @@ def update_scales(
         return [1.0] * len(updates)  # Running means and variances must not shrink.
     factors = [1.0 if clip is None else clip_factor(clip, update.norm) for update in updates]
     return [
-        consistency.scale(update.staleness, num_workers) * factor
+        (1.0 if update.is_synchronous else consistency.scale(update.staleness, num_workers)) * factor
         for update, factor in zip(updates, factors, strict=True)
     ]
 

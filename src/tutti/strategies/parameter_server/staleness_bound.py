@@ -15,4 +15,4 @@ def staleness_bound(consistency: Consistency, replica: Replica) -> int | None:
     The bound never falls during training, so a pull that was asked for under an earlier bound is new enough.
     """
     bound = consistency.bound
-    return 0 if bound and replica.steps < replica.synchronous_steps else bound
+    return 0 if bound and replica.starts_synchronously else bound

@@ -141,7 +141,16 @@ class ParameterServer(Strategy):
 
     @property
     def synchronous_start(self) -> "ParameterServer | None":
-        return replace(self, consistency=BSP()) if self.consistency.bound else None
+        return None if self.consistency.bound == 0 else replace(self, consistency=BSP())
+
+    def starts_in_place(self, transport: Transport) -> bool:
+        # Without a bound, workers in shared memory apply their own updates: nothing there makes one step of them all.
+        return self.consistency.bound is not None or not self._shares_memory(transport)
+
+    def _shares_memory(self, transport: Transport) -> bool:
+        """Whether workers step the parameters themselves, in memory that they share."""
+        # Only where all ranks share memory. Dedicated servers and codecs need messages, also on one host.
+        return isinstance(transport, SharesAll) and self.servers == "colocated" and self.codec is None
 
     @property
     def steps_by_mean_gradient(self) -> bool:
@@ -163,8 +172,7 @@ class ParameterServer(Strategy):
         return SUPPORT.get(technique) or super().support(technique)
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
-        # Only where all ranks share memory. Dedicated servers and codecs need messages, also on one host.
-        if isinstance(transport, SharesAll) and self.servers == "colocated" and self.codec is None:
+        if self._shares_memory(transport):
             # Imported here, because these modules import a compiler (numba), which takes seconds.
             from tutti.strategies.parameter_server.shared_memory.hogwild import HogwildWorker
             from tutti.strategies.parameter_server.shared_memory.worker import SharedMemoryWorker

@@ -59,8 +59,8 @@ class ParameterServerWorker(ServedModel, Exchange):
         super().__init__(replica, transport)
         self._strategy, self._consistency = strategy, strategy.consistency
         self._rank = transport.rank
-        # Under a quorum they wait for as many updates as there are members.
-        self.leaves_without_data = strategy.consistency.bound is None and strategy.consistency.quorum > 1
+        # Others may wait for as many updates as there are members: under a quorum, and in a synchronous start.
+        self.leaves_without_data = strategy.consistency.bound is None
         self._weight = 1.0
         """Samples in the current batch, or `ADD_UP`."""
         self._num_backwards = 0

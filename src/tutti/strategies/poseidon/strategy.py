@@ -101,6 +101,9 @@ class Poseidon(Strategy):
     def synchronous_start(self) -> Strategy | None:
         return None if self.servers is None else self.servers.synchronous_start
 
+    def starts_in_place(self, transport: Transport) -> bool:
+        return self.servers is not None and self.servers.starts_in_place(transport)
+
     @property
     def steps_by_mean_gradient(self) -> bool:
         return self.servers is None or self.servers.steps_by_mean_gradient

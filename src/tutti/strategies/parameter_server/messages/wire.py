@@ -82,8 +82,10 @@ class RequestHeader:
     """Samples that the gradient is the mean of."""
     norm: float = 0.0
     """Norm of the worker's whole gradient, where each update is clipped by itself."""
+    is_synchronous: int = 0
+    """1 in a step of the synchronous start, under a counting consistency; else 0."""
 
-    LAYOUT = Struct("<qqqqqdd")  # A multiple of 8 bytes: the options behind it are aligned for float64.
+    LAYOUT = Struct("<qqqqqddq")  # A multiple of 8 bytes: the options behind it are aligned for float64.
 
 
 class RequestFormat:
@@ -106,7 +108,7 @@ class RequestFormat:
         data = np.zeros(self.num_bytes, dtype=np.uint8)
         fields = (
             header.kind, header.shard, header.base_version, header.wanted_version, header.num_bytes, header.weight,
-            header.norm,
+            header.norm, header.is_synchronous,
         )  # fmt: skip
         data[: self._options_start] = np.frombuffer(RequestHeader.LAYOUT.pack(*fields), dtype=np.uint8)
         if options is not None:

@@ -8,9 +8,9 @@ the lowest rank decides. It keeps a ledger without values, to which every push o
 that ledger has a version due, the server appends the version's (worker, clock) pairs to its own `UpdateOrder` and sends
 them to the other servers, which append them to theirs in `_receive_order`. Ledgers of all shards follow the order.
 
-A message holds `quorum` pairs of int64; fewer updates are padded with `NO_PULL`. `_receive_order` waits for the
-deciding server only and ends when no worker is alive. If the deciding server is lost, its shards are too, and training
-ends: the transport fails the receive, and each worker finds its own wait for that server failed.
+A message holds as many pairs of int64 as a version can have updates; fewer are padded with `NO_PULL`. `_receive_order`
+waits for the deciding server only and ends when no worker is alive. If the deciding server is lost, its shards are too,
+and training ends: the transport fails the receive, and each worker finds its own wait for that server failed.
 """
 
 from collections.abc import Callable
@@ -33,6 +33,8 @@ class UpdateOrdering:
         self._membership = context.membership
         self._transport = context.transport
         self._spawn = context.spawn
+        # In the synchronous start a version may hold an update of every worker.
+        self._num_numbers = 2 * max(self._consistency.quorum, len(context.config.workers))
         self._other_servers = context.other_servers
         # All servers know the same ranks, so they agree without a message.
         self._first_server = min([self._transport.rank, *self._other_servers])
@@ -46,12 +48,13 @@ class UpdateOrdering:
         if self._decider is None:
             self._spawn(self._receive_order(on_order))
 
-    def record_push(self, worker: int) -> bool:
+    def record_push(self, update: Update) -> bool:
         """Count an update of the server's first shard; return whether that decided a version."""
         if self._decider is None:
             return False
-        # A ledger without values: only the worker and its clock matter for the order.
-        self._decider.push(Update(worker, 0, 0.0, 0.0, None, None, None))
+        # A ledger without values: only the worker, its clock and the kind of its step matter for the order.
+        synchronous = update.is_synchronous
+        self._decider.push(Update(update.worker, 0, 0.0, 0.0, None, None, None, is_synchronous=synchronous))
         return self.decide()
 
     def decide(self) -> bool:
@@ -61,7 +64,7 @@ class UpdateOrdering:
             decided = True
             # Named by worker and clock, which are the same on all servers: positions in a queue of arrivals are not.
             self.order.pending.append({(update.worker, update.clock) for update in due})
-            message = torch.full((2 * self._consistency.quorum,), NO_PULL, dtype=torch.int64, device="cpu")
+            message = torch.full((self._num_numbers,), NO_PULL, dtype=torch.int64, device="cpu")
             pairs = [number for update in due for number in (update.worker, update.clock)]
             message[: 2 * len(due)] = torch.tensor(pairs)
             # One message for all: nobody changes it while it is sent.
@@ -81,7 +84,7 @@ class UpdateOrdering:
     def _receive_order(self, on_order: Callable[[], None]) -> Operation:
         """Receive the decisions of the first server, as long as there are workers."""
         while self._membership.alive:
-            message = torch.empty(2 * self._consistency.quorum, dtype=torch.int64, device="cpu")
+            message = torch.empty(self._num_numbers, dtype=torch.int64, device="cpu")
             yield self._transport.irecv(message, self._first_server, ORDER_TAG)
             pairs = message.view(-1, 2).tolist()
             # Padding of a version with fewer updates than the quorum is dropped.

@@ -180,9 +180,9 @@ class Server:
         gradient = None if payload is None else shard.decode(payload)
         has_grad = has_grad[: len(shard.spec.segments)]  # Requests are as long as the shard with most segments needs.
         update = Update(worker, header.base_version, header.weight, header.norm, options, has_grad, gradient)
-        update.is_void = is_void
+        update.is_void, update.is_synchronous = is_void, header.is_synchronous == 1
         shard.ledger.push(update)
-        self._versions.pushed(shard, worker, header.wanted_version)
+        self._versions.pushed(shard, update, header.wanted_version)
 
     def _receive_requests(self, worker: int) -> Operation:
         """Receive and handle a worker's requests until it is gone."""

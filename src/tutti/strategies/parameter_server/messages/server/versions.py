@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from tutti.strategies.parameter_server.ledger import Update
 from tutti.strategies.parameter_server.messages.server.clipping import GlobalClipping
 from tutti.strategies.parameter_server.messages.server.context import ServerContext
 from tutti.strategies.parameter_server.messages.server.ordering import UpdateOrdering
@@ -55,11 +56,12 @@ class VersionMaker:
         stepping = self._clipping is not None and self._clipping.is_pending
         return not stepping and all(shard.ledger.is_idle for shard in self.shards.values())
 
-    def pushed(self, shard: ServerShard, worker: int, wanted_version: int) -> None:
+    def pushed(self, shard: ServerShard, update: Update, wanted_version: int) -> None:
         """Go on after an update of a shard: take steps that are due, and answer pulls, the worker's own included."""
+        worker = update.worker
         first_shard = min(self.shards)
         # The first shard stands for the whole update: a worker pushes every shard once per iteration.
-        if self._ordering is not None and shard.spec.index == first_shard and self._ordering.record_push(worker):
+        if self._ordering is not None and shard.spec.index == first_shard and self._ordering.record_push(update):
             self.settle(list(self.shards.values()))
         # After the order was settled, before this shard is: the update itself may make the wanted version.
         if wanted_version != NO_PULL:

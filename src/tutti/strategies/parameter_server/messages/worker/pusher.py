@@ -51,6 +51,7 @@ class ShardPusher:
             is_void: push no gradient, but count the iteration.
         """
         bound = self._config.consistency.bound
+        synchronous = int(bound is None and self._replica.starts_synchronously)
         sizes_only = self._replica.sizes_only
         has_grad = np.ones(len(bucket.slots), bool) if sizes_only else np.array(gradient_flags(bucket))
         for shard in shards:
@@ -62,7 +63,7 @@ class ShardPusher:
             wanted = self._wanted_version(shard)
             now = self._transport.now()
             self._context.events.record(Event(READ, now, now, 0, (spec.index, shard.clock, shard.version)))
-            header = RequestHeader(kind, spec.index, shard.version, wanted, num_bytes, weight, norm)
+            header = RequestHeader(kind, spec.index, shard.version, wanted, num_bytes, weight, norm, synchronous)
             shard_flags = has_grad[[segment.slot_index for segment in spec.segments]]
             if bound is not None:
                 # Adds 1 for the first shard and 0 for the others, so that an iteration counts once.
