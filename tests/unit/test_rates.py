@@ -41,9 +41,12 @@ from tutti.strategies.rates import SAME_RATE, LearningRateRule, batch_rule
         ("ps:async,aware", 8, 7 / 32),
         ("ps:async,aware", 2, 1 / 8),
         ("ps:ssp=3,aware", 8, 3 / 16),
-        ("averaging:every=16", 8, 1.0),
+        ("averaging:every=16", 8, 1 / 4),
+        ("averaging:every=1", 8, 1.0),
+        ("averaging:every=16", 1, 1.0),
         ("bmuf:every=16", 8, 1 / 8),
-        ("bmuf:momentum=0.5,lr=0.25", 8, 1.0),
+        ("bmuf:every=16", 2, 1 / 4),
+        ("bmuf:momentum=0.5,lr=0.25", 8, 1 / 4),
         ("diloco", 8, 1 / 7),
         ("gossip", 8, 1.0),
         ("peers:inbox=1", 8, 1 / 32),
@@ -54,7 +57,7 @@ def test_the_rule_of_a_strategy(text: str, workers: int, factor: float) -> None:
     rule = parse(text).learning_rate(workers)
     assert rule.factor == pytest.approx(factor)
     assert bool(rule.reason) == (factor != 1)
-    stale = any(name in text for name in ("ssp", "async", "softsync", "peers"))
+    stale = any(name in text for name in ("ssp", "async", "softsync", "peers", "every", "diloco", "bmuf"))
     assert rule.synchronous_share == (0.5 if stale and factor != 1 else 0)
 
 
@@ -304,6 +307,6 @@ def test_bench_rates_quickly(call: Call, tmp_path: Path) -> None:
     runs = json.loads((tmp_path / "rates.json").read_text())["runs"]
     assert all(run["reached"] and run["epochs"] < digits().epochs for run in runs), "it ends when it is decided"
     assert [run["momentum"] for run in runs] == pytest.approx([0.5, 0.9, 0.9])
-    assert [run["synchronous_share"] for run in runs] == [0.5, 0, 0]
+    assert [run["synchronous_share"] for run in runs] == [0.5, 0.5, 0]
     assert "0.0312, momentum 0.5 after 50%" in ended.out
     assert call("bench", "rates", "--quick", "--seeds", "2").status == 2

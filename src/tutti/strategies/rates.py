@@ -158,6 +158,23 @@ def stale_rule(num_steps: float, updates: str) -> LearningRateRule:
     )
 
 
+def local_steps_rule(distance: float) -> LearningRateRule:
+    """Return the rule for local steps, whose mean change over workers moves the model `distance` times as far.
+
+    A model is trained by synchronous steps first, and local ones follow at a lower rate, as after the first decay of a
+    schedule (Lin et al. 2020). With 1/4 no worker gets far from the others in a block. A block momentum needs less in
+    the long run, if it moves the model further (Chen & Huo 2016).
+    """
+    num_parts = max(4.0, distance)
+    moved = f", whose mean change moves the model {distance:.3g} times as far" if distance > 1 else ""
+    return LearningRateRule(
+        1 / num_parts,
+        synchronous_share=_SYNCHRONOUS_SHARE,
+        reason=f"Workers take local steps{moved}: that needs a synchronous start, and then 1/{num_parts:.3g} of the "
+        "learning rate (Lin et al. 2020, Chen & Huo 2016).",
+    )
+
+
 def batch_rule(batch_size: int, reference: int, steps: int, adaptive: bool) -> LearningRateRule:
     """Return the rule for batches of another size than the `reference` that a learning rate was chosen for.
 

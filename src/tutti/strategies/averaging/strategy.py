@@ -17,7 +17,7 @@ from tutti.strategies.averaging.exchange import BlockExchange
 from tutti.strategies.averaging.outer_optimizer import PLAIN_AVERAGE, OuterStep
 from tutti.strategies.base import Exchange, Strategy
 from tutti.strategies.compatibility import Support
-from tutti.strategies.rates import SAME_RATE, LearningRateRule
+from tutti.strategies.rates import SAME_RATE, LearningRateRule, local_steps_rule
 from tutti.transports import Transport
 
 OptimizerState = Literal["keep", "average", "reset"]
@@ -83,6 +83,15 @@ class LocalSteps(Strategy):
     @property
     def exact(self) -> bool:
         return False
+
+    def learning_rate(self, num_workers: int) -> LearningRateRule:
+        outer = self.outer(num_workers)
+        # The sum of the geometric series lr × (1 + m + m² + …): how far one mean change moves the parameters in the
+        # end.
+        distance = outer.lr / (1 - outer.momentum)
+        if num_workers == 1 or (self.every == 1 and distance <= 1):
+            return SAME_RATE  # Workers never differ, or are brought together in every step.
+        return local_steps_rule(distance)
 
     @property
     def synchronous_start(self) -> Strategy:
@@ -168,19 +177,6 @@ class BlockMomentum(LocalSteps):
         # Momentum m moves the parameters 1 / (1 - m) = N times as far as one step, in the long run.
         momentum = 1 - 1 / num_workers if self.momentum is None else self.momentum
         return OuterStep(momentum, self.lr, self.nesterov)
-
-    def learning_rate(self, num_workers: int) -> LearningRateRule:
-        outer = self.outer(num_workers)
-        # The sum of the geometric series lr × (1 + m + m² + …): how far one mean change moves the parameters in the
-        # end.
-        distance = outer.lr / (1 - outer.momentum)
-        if distance <= 1:
-            return SAME_RATE
-        return LearningRateRule(
-            1 / distance,
-            reason=f"In the long run the outer step moves parameters {distance:.3g} times as far as the workers' mean "
-            f"change, which needs 1/{distance:.3g} of the learning rate (Chen & Huo 2016).",
-        )
 
     def candidates(self, profile: Profile, placement: Placement) -> Iterator[Strategy]:
         for overlap in (False, True):
