@@ -212,7 +212,7 @@ class Job(CollectiveValues, JobCheckpoints, JobMembership, JobProgress, Synchron
         It may be of another strategy, number of ranks or mesh. What has a meaning here is converted; a warning says
         what is dropped, and what that means. Raises `ConfigError` for the state of another model.
         """
-        self._continue_after(state.get("steps", 0))
+        self._attach_for_step_after(state.get("steps", self._replica.steps))
         with self.world.waiting(self._exchange):
             load_job_state(state, self.strategy, self._replica, self._exchange, self._model_on_mesh)
 

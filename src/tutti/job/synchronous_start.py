@@ -23,8 +23,8 @@ place: the strategy is attached between all ranks. In an elastic world, ranks ch
 (`ElasticJob.regroup`), and the strategy is attached that the next step needs. So are those of ranks that are lost, or
 join, in either part.
 
-*Checkpoints.* The present exchange saves its state. `job.restore` sets the step first, and attaches the strategy that
-this step needs: the state is loaded into the one that saved it, unless the start has another length now.
+*Checkpoints.* The present exchange saves its state. Before `job.restore` loads, it attaches the strategy that the next
+step needs: the state is loaded into the one that saved it, unless the start has another length now.
 """
 
 from typing import Any
@@ -102,10 +102,16 @@ class SynchronousStart:
         """Whether the next step is of another strategy than the one that is attached."""
         return strategy_of_next_step(self.strategy, self._replica, self._exchange.transport) != self._attached
 
-    def _continue_after(self, num_steps: int) -> None:
-        """Attach the strategy that the step after `num_steps` of the whole training needs. Collective."""
-        self._replica.steps = num_steps
-        self._attach_for_next_step()
+    def _attach_for_step_after(self, num_steps: int) -> None:
+        """Attach the strategy that the step after `num_steps` of the whole training needs, to load a state. Collective.
+
+        The state may be refused: so the number of steps stays as it is.
+        """
+        before, self._replica.steps = self._replica.steps, num_steps
+        try:
+            self._attach_for_next_step()
+        finally:
+            self._replica.steps = before
 
     def _attach_for_next_step(self) -> None:
         """Attach the strategy of the next step, if that is another one. Between two steps. Collective then."""
@@ -162,8 +168,7 @@ class _StartHook(OwnedHook):
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or (start := self._start()) is None:
             return
         # In an elastic world ranks change between two batches.
-        replica = start._replica
-        if start.world.elastic is None and not replica.starts_synchronously and start._must_change:
+        if start.world.elastic is None and start._must_change:
             start._attach_for_next_step()
-            if replica.on_forward is not None:  # The checks of the new exchange see this batch, too.
-                replica.on_forward(args, kwargs)
+            if (on_forward := start._replica.on_forward) is not None:  # The new checks see this batch, too.
+                on_forward(args, kwargs)

@@ -215,7 +215,7 @@ class Checkpoints:
             return None
         folder, snapshot = received
         self._restored_step, self._restored_from = snapshot.steps, folder
-        job._continue_after(snapshot.steps)
+        job._attach_for_step_after(snapshot.steps)
         self._replica.restoring = True
         try:
             load_model(snapshot, self._replica.optimizer, job.model, self._model_on_mesh)
