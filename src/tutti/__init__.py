@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from tutti.cluster import Cluster, Link
     from tutti.data.shard import shard
     from tutti.errors import TuttiError
+    from tutti.fit.call import fit
+    from tutti.fit.summary import summary
     from tutti.job import Job, distribute, measure_link, sync_batchnorm
     from tutti.launch import init, launch
     from tutti.launch.lab.lab import lab
@@ -69,6 +71,7 @@ __all__ = [
     "TuttiError",
     "World",
     "distribute",
+    "fit",
     "init",
     "lab",
     "launch",
@@ -77,6 +80,7 @@ __all__ = [
     "profile",
     "shard",
     "simulate",
+    "summary",
     "sync_batchnorm",
     "tensor_plan",
     "world",
@@ -86,6 +90,8 @@ _MODULES = {
     "tutti.cluster": "Cluster Link",
     "tutti.data.shard": "shard",
     "tutti.errors": "TuttiError",
+    "tutti.fit.call": "fit",
+    "tutti.fit.summary": "summary",
     "tutti.job": "Job distribute measure_link sync_batchnorm",
     "tutti.launch": "init launch",
     "tutti.launch.lab.lab": "lab",
@@ -139,6 +145,9 @@ class _Package(ModuleType):
         # The import system sets each submodule as an attribute of its package.
         if not (name in _HOMES and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return import_module, (self.__name__,)  # As for any module, for cloudpickle, which knows plain modules only.
 
 
 sys.modules[__name__].__class__ = _Package  # Before the first submodule is imported.

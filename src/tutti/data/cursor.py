@@ -72,12 +72,18 @@ class Iteration:
 class Cursor:
     """The position of this rank, and what is known of the world's earlier stages."""
 
-    def __init__(self, world: World, keep: Keep, data: dict[str, Any]) -> None:
-        """Start at the beginning. `data` describes the data: a state of other data is refused."""
+    def __init__(self, world: World, keep: Keep, data: dict[str, Any], split_batches: bool = False) -> None:
+        """Start at the beginning.
+
+        Args:
+            data: describes the data: a state of other data is refused.
+            split_batches: whether every step is one batch, formed as for a single rank, and split between the ranks.
+        """
         self.world = world
         self._keep = keep
         self._data = data
-        self.num_parts = world.size
+        self._split_batches = split_batches
+        self.num_parts = self._own_num_parts
         """Number of ranks for which steps are formed."""
         self.stages: tuple[Stage, ...] = ()
         self.epoch = 0
@@ -91,6 +97,11 @@ class Cursor:
         """Seeds of DataLoader workers in epochs that have begun."""
         self.num_regroupings = 0
         """How often the ranks have changed: a loop that began before gives out nothing more."""
+
+    @property
+    def _own_num_parts(self) -> int:
+        """Number of ranks for which this world forms steps of its own."""
+        return 1 if self._split_batches else self.world.size
 
     def start(self) -> Iteration:
         """Start a loop. If the one before was left before its end, the rest of its epoch is given up."""
@@ -254,7 +265,7 @@ class Cursor:
         else:
             epochs, num_items = zip(*positions, strict=True)
             self.stages += (Stage(self.num_parts, epochs, num_items),)
-            self.num_parts = self.world.size
+            self.num_parts = self._own_num_parts
             position = (min(epochs), 0)
         self._go_to(*position)
         return position

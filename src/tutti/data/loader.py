@@ -34,7 +34,9 @@ from tutti.world import World
 class ShardedLoader(ShardedData):
     """The batches of a DataLoader, divided between ranks."""
 
-    def __init__(self, loader: DataLoader[Any], seed: int, keep: Keep, world: World) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], seed: int, keep: Keep, world: World, *, split_batches: bool = False
+    ) -> None:
         if loader.batch_sampler is None:
             raise ConfigError(
                 "shard: a DataLoader with batch_size=None cannot be divided between ranks; give it a batch_size."
@@ -44,7 +46,8 @@ class ShardedLoader(ShardedData):
         self._seed = seed
         self._source = self._undivided(loader, world)
         self._order = _order(self._source, seed, world)
-        super().__init__(world, Cursor(world, keep, _description(self._source, self._order, seed)))
+        description = _description(self._source, self._order, seed)
+        super().__init__(world, Cursor(world, keep, description, split_batches))
         self._rank_loader = RankLoader(loader)
         self._num_steps = self._count_steps()
         self._take_over()

@@ -19,6 +19,7 @@ def shard(
     *,
     seed: int = 0,
     keep: Keep = "global",
+    split_batches: bool = False,
     world: World | None = None,
 ) -> ShardedLoader | ShardedDataset | ShardedIterable:
     """Return this rank's part of `data`, to iterate over once per epoch. Make it once: it counts the epochs.
@@ -35,13 +36,23 @@ def shard(
         keep: what a run that continues on another number of ranks keeps of a DataLoader's batches: "global" splits the
             steps of the first world between the ranks that are there, "local" keeps the batch size per rank. Samples
             of a dataset and items of an iterable are one per rank in any case.
+        split_batches: whether each batch of a DataLoader is split between the ranks, so that its batch size is that of
+            a step and any number of ranks takes the steps of one. Otherwise each rank gets batches of that size.
         world: the ranks to divide between; the world that `tutti.init` made by default.
     """
     world = world or current_world()
     if keep not in ("global", "local"):
         raise ConfigError(f'shard: keep must be "global" or "local", got {keep!r}.')
+    is_iterable = isinstance(data.dataset if isinstance(data, DataLoader) else data, IterableDataset)
+    if split_batches and (is_iterable or not isinstance(data, DataLoader)):
+        raise ConfigError(
+            f"shard: split_batches is for a DataLoader of a dataset with a length, got a {type(data).__name__}"
+            f"{' of an IterableDataset' if isinstance(data, DataLoader) else ''}. Leave it out."
+        )
+    if split_batches and keep == "local":
+        raise ConfigError('shard: split_batches keeps the batches of a step, and keep="local" does not: leave one out.')
     if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
-        return ShardedLoader(data, seed, keep, world)
+        return ShardedLoader(data, seed, keep, world, split_batches=split_batches)
     # An IterableDataset may have a length too, but its items come in its own order only.
     map_style = hasattr(data, "__getitem__") and isinstance(data, Sized)
     if map_style and not isinstance(data, DataLoader | IterableDataset):

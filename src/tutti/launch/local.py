@@ -1,9 +1,7 @@
 """Local launches: a function or a script in several processes on this machine, or on the hosts of a lab."""
 
 import os
-import pickle
 from collections.abc import Callable, Sequence
-from multiprocessing import spawn
 from typing import Any
 
 from tutti.cluster import Duration, parse_duration
@@ -12,6 +10,7 @@ from tutti.launch.elastic_run import ElasticRun, Workers, parse_workers
 from tutti.launch.joined_run import JoinedRun
 from tutti.launch.lab.lab import Lab
 from tutti.launch.lab.placement import ProcessPlacement, here
+from tutti.launch.pickling import packed_call
 from tutti.launch.start import Program, modules_for
 from tutti.launch.supervisor import Supervisor
 from tutti.launch.supervisor_pipe import IMPORTING, PIPE_VARIABLE, Watcher
@@ -30,7 +29,8 @@ def launch(
     """Run `function(*args)` in `workers` processes on this machine; return their results by rank.
 
     Args:
-        function: importable by name, as for `multiprocessing`; it calls `tutti.init()` itself.
+        function: calls `tutti.init()` itself. It and its arguments go to workers by name where they can be imported, as
+            with `multiprocessing`; lambdas, local functions and what a notebook defines go by value.
         workers: 2 by default; in a lab, as many as it has places for, and no other number. A pair such as (2, 8), or
             "2:8", is the fewest and the most: 8 are started, lost ones are replaced, and training goes on with fewer.
             `tutti.launch.elastic_run.ElasticRun` has more options.
@@ -47,15 +47,9 @@ def launch(
     In a worker that is still importing the script that called
     `launch`, the call returns an empty list at once, so that the script needs no `if __name__ == "__main__"`.
     """
-    # This process is a worker that imports the script in which this call stands.
-    if IMPORTING in os.environ:
+    if is_importing():
         return []
-    guard.refuse("tutti.launch")
-    if PIPE_VARIABLE in os.environ:
-        raise ConfigError(
-            "launch was called inside a worker: workers cannot start workers. A script that calls launch is started "
-            "with python; under tutti run or torchrun, call the function itself."
-        )
+    _refuse_in_worker()
     environment = {}
     if timeout is not None:
         # By variables, because `tutti.init` in the worker reads them: the function itself gets the caller's arguments
@@ -64,6 +58,28 @@ def launch(
     if transport is not None:
         environment["TUTTI_TRANSPORT"] = transport
     return supervise(function, args, parse_workers(workers, "workers"), environment, watch, lab).run()
+
+
+def launch_by_value(function: Callable[..., Any], *args: Any, workers: Workers, watch: Watcher) -> list[Any]:
+    """As `launch`, but workers do not import the caller's script: they get by value what it defines."""
+    _refuse_in_worker()
+    parsed = parse_workers(workers, "workers")
+    program = Program(["--function"], packed_call(function, args, by_value=True))
+    return Supervisor(program, _placement(parsed, None), {}, watch, elastic=_elastic(parsed)).run()
+
+
+def is_importing() -> bool:
+    """Whether this process is a worker that imports the script in which a call stands, rather than runs it."""
+    return IMPORTING in os.environ
+
+
+def _refuse_in_worker() -> None:
+    guard.refuse("tutti.launch")
+    if PIPE_VARIABLE in os.environ:
+        raise ConfigError(
+            "launch was called inside a worker: workers cannot start workers. A script that calls launch is started "
+            "with python; under tutti run or torchrun, call the function itself."
+        )
 
 
 def supervise(
@@ -75,7 +91,7 @@ def supervise(
     lab: Lab | None = None,
 ) -> Supervisor:
     """Make the supervisor of a launch, with variables for its workers. Its `run` starts them."""
-    program, elastic = Program(["--function"], _pickled(function, args)), _elastic(workers)
+    program, elastic = Program(["--function"], packed_call(function, args)), _elastic(workers)
     return Supervisor(program, _placement(workers, lab), environment, watch, elastic=elastic)
 
 
@@ -130,17 +146,3 @@ def _placement(workers: int | ElasticRun | None, lab: Lab | None, joins: JoinedR
             f"{lab.spec.ranks_per_host} each. Leave workers out, or make it {places}."
         )
     return lab.placement
-
-
-def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Return function and arguments as bytes, with what a child needs first to import the caller's main module."""
-    try:
-        payload = pickle.dumps((function, args))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"workers cannot get {getattr(function, '__name__', function)!r} and its arguments ({error}). Define the "
-            "function at the top level of a file, and pass plain values."
-        ) from error
-    # What multiprocessing does to make the caller's main module importable in the child, and no more.
-    preparation = spawn.get_preparation_data("tutti")
-    return pickle.dumps(({key: preparation[key] for key in preparation.keys() - {"authkey", "start_method"}}, payload))

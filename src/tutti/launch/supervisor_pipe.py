@@ -21,6 +21,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+from tutti.launch.pickling import packed_result
+
 PIPE_VARIABLE = "TUTTI_SUPERVISOR_PIPE"
 """Environment variable with the file number of the worker's end of the pipe."""
 
@@ -100,7 +102,7 @@ class SupervisorPipe:
 
     def result(self, value: Any) -> None:
         """Send the worker's result. It is pickled: the pipe joins a process and its own child, and nobody else."""
-        self._send(_RESULT, pickle.dumps(value))
+        self._send(_RESULT, packed_result(value))
 
     def _send(self, kind: bytes, payload: bytes) -> None:
         if self._file is None:

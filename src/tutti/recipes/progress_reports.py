@@ -1,5 +1,8 @@
 """Progress reports of a training run, from the ranks to the process that launched them."""
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 from tutti.job import Job
@@ -19,16 +22,24 @@ class ProgressReports:
     the loss of one rank's part of a small batch is a poor estimate.
     """
 
-    def __init__(self, job: Job, epochs: int, steps_per_epoch: int, samples_per_epoch: int) -> None:
+    def __init__(
+        self,
+        job: Job,
+        epochs: int,
+        steps_per_epoch: int | None,
+        samples_per_epoch: int | None,
+        send: Callable[..., None] | None = None,
+    ) -> None:
+        """Report by `send`, to the launcher by default; None for a length of the data that is not known."""
         self._job, self._steps_per_epoch, self._samples_per_epoch = job, steps_per_epoch, samples_per_epoch
-        self._total_steps = epochs * steps_per_epoch
+        self._total_steps = None if steps_per_epoch is None else epochs * steps_per_epoch
         self._steps_before = job.steps
         """Steps before the checkpoint from which the run continues."""
         transport = job.world.transport
         self._simulated = transport.cluster is not None
-        self._supervisor = SupervisorPipe()
+        self._report = send or SupervisorPipe().progress
         # Rounded up, so that there are not more reports than that.
-        self._every = -(-self._total_steps // _NUM_REPORTS)
+        self._every = -(-(self._total_steps or _NUM_REPORTS) // _NUM_REPORTS)
         self._longest_s = float("inf") if self._simulated else _REPORT_SECONDS
         self._now = transport.now
         self._last_s = self._now()
@@ -45,24 +56,29 @@ class ProgressReports:
 
     def evaluation(self, loss: Tensor, accuracy: float) -> None:
         """Report the test accuracy, at the end of an epoch."""
-        if self._job.is_leader:
-            self._send("epoch", loss=float(loss.detach()), accuracy=accuracy)
+        self.epoch(float(loss.detach()), accuracy=accuracy)
 
-    def _send(self, kind: str, **values: float) -> None:
+    def epoch(self, loss: float, **values: Any) -> None:
+        """Report what was found at the end of an epoch."""
+        if self._job.is_leader:
+            self._send("epoch", loss=loss, **values)
+
+    def _send(self, kind: str, **values: Any) -> None:
         metrics = self._job.metrics
         self._last_s = self._now()
-        epoch = metrics.steps / self._steps_per_epoch
-        new_epochs = epoch - self._steps_before / self._steps_per_epoch
         ages = metrics.strategy.get("staleness")  # Counts of updates by age: the mean age is reported.
         if ages:
             values["staleness"] = round(sum(age * count for age, count in ages.items()) / sum(ages.values()), 3)
-        self._supervisor.progress(
+        if self._steps_per_epoch is not None and self._samples_per_epoch is not None:
+            epoch = metrics.steps / self._steps_per_epoch
+            new_epochs = epoch - self._steps_before / self._steps_per_epoch
+            values["epoch"] = round(epoch, 4)
+            values["samples_per_s"] = round(new_epochs * self._samples_per_epoch / metrics.seconds, 1)
+        self._report(
             kind=kind,
-            epoch=round(epoch, 4),
             step=metrics.steps,
             total_steps=self._total_steps,
             seconds=float(f"{self._last_s - self._start_s:.6g}"),
-            samples_per_s=round(new_epochs * self._samples_per_epoch / metrics.seconds, 1),
             bytes_sent=metrics.bytes_sent,
             waiting_share=round(metrics.waiting_share, 4),
             **values,

@@ -1,0 +1,204 @@
+"""The part of `tutti.fit` that every rank runs: placement, data, training, evaluation."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import IterableDataset
+
+from tutti.data.shard import shard
+from tutti.data.sharded_data import ShardedData
+from tutti.fit.callbacks import Callbacks, Run
+from tutti.fit.data import num_samples
+from tutti.fit.evaluation import Evaluation
+from tutti.fit.history import EpochRecord, History
+from tutti.fit.interrupts import Interrupts
+from tutti.fit.metrics import num_rows, plain
+from tutti.fit.task import Task, make_optimizer
+from tutti.job import Job, distribute
+from tutti.launch import init
+from tutti.launch.supervisor_pipe import SupervisorPipe
+from tutti.recipes.learning_rate import RateSchedule, set_rate
+from tutti.recipes.loop import RunCheckpoints, TrainingLoop, measure_agreed
+from tutti.recipes.progress_reports import ProgressReports
+from tutti.strategies.rates import SAME_RATE
+from tutti.world import World
+
+Send = Callable[..., None]
+"""Takes a report, as `SupervisorPipe.progress`."""
+
+
+def run_worker(task: Task) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Train on a worker that `fit` has started; the first one returns the state of the model, and the history."""
+    world = init()
+    torch.manual_seed(task.seed * 1_000_003 + world.rank)  # Dropout, for example, differs between ranks.
+    history, is_leader = train(task, world, SupervisorPipe().progress)
+    if not is_leader:
+        return None
+    # Copies: a parameter may be a part of a larger tensor, which would be sent as a whole.
+    state = {
+        name: value.detach().cpu().clone() if isinstance(value, Tensor) else value
+        for name, value in task.model.state_dict().items()
+    }
+    return state, history.state_dict()
+
+
+def train(task: Task, world: World, send: Send) -> tuple[History, bool]:
+    """Train on this rank, together with all other ranks; return the history, and whether this rank is the first."""
+    device = _device(task, world)
+    before = next(task.model.parameters()).device
+    task.model.to(device)
+    if isinstance(task.loss, nn.Module):
+        task.loss.to(device)
+    optimizer = make_optimizer(task.optimizer, task.model)
+    if optimizer is task.optimizer and device != before:
+        optimizer.load_state_dict(optimizer.state_dict())  # Its state follows the parameters.
+    schedule = _schedule(task, optimizer, world)
+    try:
+        with distribute(task.model, optimizer, task.strategy, world=world) as job:
+            if task.loss_is_sum:
+                job.expect(loss="sum")
+            training = _Training(task, job, optimizer, device, send)
+            training.run(schedule)
+        training.finished()
+    finally:
+        task.model.to(before)
+    return training.history, job.is_leader
+
+
+class _Training:
+    """A distributed model, its data, and what is found while it is trained."""
+
+    def __init__(self, task: Task, job: Job, optimizer: Any, device: torch.device, send: Send) -> None:
+        self._task, self._job, self._optimizer, self._device = task, job, optimizer, device
+        self.history = History(task.model)
+        self._run = Run(job, task.model, optimizer, self.history, task.epochs)
+        self._callbacks = Callbacks(task.callbacks)
+        self._has_length = not isinstance(task.loader.dataset, IterableDataset)
+        self._batches: ShardedData = shard(task.loader, seed=task.seed, split_batches=self._has_length, world=job.world)
+        self._send = send
+        self._evaluation = None
+        if task.validation is not None:
+            self._evaluation = Evaluation(task.model, task.validation, task.metrics, self._to_device)
+        self._total = torch.zeros((), dtype=torch.float64, device=device)
+        """Loss of this rank's samples in the epoch, added up; and their number."""
+        self._num_samples = 0
+        self._interrupts = Interrupts()
+
+    def run(self, schedule: RateSchedule) -> None:
+        """Train. Collective."""
+        task, job = self._task, self._job
+        job.start_synchronously(schedule.synchronous_steps)
+        self._callbacks.call("on_start", self._run)
+        parts = (self.history, *self._callbacks.with_state, *self._run.tracked)
+        job.track(*parts)
+        checkpoints = RunCheckpoints(job, task.checkpoint, task.every, (self._batches, *parts))
+        steps = len(self._batches) if self._has_length else None  # type: ignore[arg-type]
+        self._reports = ProgressReports(job, task.epochs, steps, num_samples(task.loader), self._send)
+        loop = TrainingLoop(
+            job=job,
+            optimizer=self._optimizer,
+            batches=self._batches,
+            forward=self._forward,
+            schedule=schedule,
+            checkpoints=checkpoints,
+            after_step=self._after_step,
+            after_epoch=self._after_epoch,
+        )
+        self._now = job.world.transport.now
+        self._start_s = self._now()
+        with self._interrupts.handled(checkpoints if job.world.size == 1 else None):
+            loop.run(task.epochs)
+        checkpoints.end()
+
+    def finished(self) -> None:
+        """The job is finished: all ranks hold the trained parameters. Not collective."""
+        needs_evaluation = self._evaluation is not None and not self._job.strategy.synchronous
+        if needs_evaluation and self._job.is_leader and self.history.epochs:
+            assert self._evaluation is not None
+            values = self._evaluation.alone()
+            record = replace(self.history.epochs.pop(), validation_loss=values.pop("loss"), metrics=values)
+            self._add(record)
+        self._callbacks.call("on_end", self._run)
+
+    def _to_device(self, batch: Any) -> Any:
+        if self._device.type == "cpu":
+            return batch
+        return tree_map_only(Tensor, lambda tensor: tensor.to(self._device, non_blocking=True), batch)
+
+    def _forward(self, batch: Any) -> Tensor:
+        inputs, targets = self._to_device(batch)
+        # Of a batch that is split, a rank may have no sample: its loss has the weight 0 then.
+        self._rows = self._job.world.sample_counts.num_samples if self._has_length else num_rows(targets)
+        return self._task.loss(self._task.model(inputs), targets)
+
+    def _after_step(self, loss: Tensor) -> None:
+        if self._rows:
+            self._total += loss.detach() * (1 if self._task.loss_is_sum else self._rows)
+            self._num_samples += self._rows
+        self._reports.step(loss)
+        if self._callbacks:
+            self._callbacks.step(self._run, loss)
+        self._interrupts.raise_any()
+
+    def _after_epoch(self, loss: Tensor) -> bool:
+        """Evaluate and report; return whether to stop. Collective under synchronous strategies."""
+        job, synchronous = self._job, self._job.strategy.synchronous
+        trained_s = self._now() - self._start_s
+        own = {"loss": float(self._total), "samples": self._num_samples}
+        total = job.reduce(own, "sum") if synchronous else own
+        last = self._batches.epoch >= self._task.epochs
+        values: dict[str, Any] = {}
+        if self._evaluation is not None:
+            evaluation = self._evaluation
+            together = lambda all_ranks: evaluation.together(job) if all_ranks else evaluation.alone()  # noqa: E731
+            values = measure_agreed(job, together, last=last) or {}
+        num_workers = 1 if synchronous else job.world.size
+        record = EpochRecord(
+            epoch=len(self.history),
+            steps=job.steps,
+            loss=total["loss"] / total["samples"] if total["samples"] else float("nan"),
+            validation_loss=values.pop("loss", None),
+            metrics=values,
+            seconds=self._now() - self._start_s,
+            samples_per_s=total["samples"] * num_workers / trained_s if trained_s else 0.0,
+        )
+        # After the last epoch of ranks that are apart, the first one evaluates when the job is finished.
+        self._add(record, reported=synchronous or not last or self._evaluation is None)
+        self._start_s = self._now()
+        self._total.zero_()
+        self._num_samples = 0
+        self._callbacks.call("on_epoch", self._run)
+        if self._callbacks and synchronous:
+            return bool(job.reduce(float(self._run.stops), "max"))
+        return False
+
+    def _add(self, record: EpochRecord, *, reported: bool = True) -> None:
+        self.history.epochs.append(record)
+        if reported:
+            self._reports.epoch(record.loss, number=record.epoch, record=plain(record.values()))
+
+
+def _device(task: Task, world: World) -> torch.device:
+    """Return where this rank computes."""
+    present = next(task.model.parameters()).device
+    if task.device == "auto" and (present.type != "cpu" or not torch.cuda.is_available()):
+        return present
+    device = torch.device("cuda" if task.device == "auto" else task.device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _schedule(task: Task, optimizer: Any, world: World) -> RateSchedule:
+    """Set the learning rate before the job starts, whose servers take it over."""
+    strategy = world.strategy or task.strategy  # As `distribute` chooses.
+    num_workers = world.size - (strategy.num_dedicated_servers if world.size > 1 else 0)
+    num_steps = 0 if isinstance(task.loader.dataset, IterableDataset) else task.epochs * len(task.loader)
+    # The batch is as large as that of one worker, for which the rate was chosen.
+    return set_rate(optimizer, task.lr, strategy.learning_rate(num_workers), SAME_RATE, num_steps)
