@@ -59,8 +59,10 @@ def test_workers_give_what_one_gives(strategy: str, size: int) -> None:
         assert difference(parameters, alone) < 1e-10
         for one, other in zip(history, found, strict=True):
             assert other.loss == pytest.approx(one.loss, abs=1e-10)
-            assert other.validation_loss == pytest.approx(one.validation_loss, abs=1e-10)
-            assert (other.metrics, other.steps) == (one.metrics, one.steps)
+            assert other.steps == one.steps
+        if strategy != "ps:bsp":  # Whose first rank evaluates alone.
+            assert [epoch.metrics for epoch in found] == [epoch.metrics for epoch in history]
+            assert found["validation_loss"] == pytest.approx(history["validation_loss"], abs=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["loader", "drop_last", "own sampler", "dataset"])
@@ -104,7 +106,7 @@ def test_metrics_are_exact_over_all_ranks(num_samples: int) -> None:
     results = run_ok(partial(trained, **options), size=3, transport="shared_memory")
     model = network()
     model.load_state_dict(results[0][0])
-    outputs = model(inputs)
+    outputs = model(inputs).detach()
     right = outputs.argmax(1) == targets
     per_class = []
     for number in set(targets.tolist()) | set(outputs.argmax(1).tolist()):
@@ -119,6 +121,7 @@ def test_metrics_are_exact_over_all_ranks(num_samples: int) -> None:
         assert found.validation_loss == pytest.approx(float(nn.functional.cross_entropy(outputs, targets)), abs=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:No (negative|positive) samples:UserWarning")  # Of 2, a class has none.
 @pytest.mark.parametrize("num_samples", [2, 50])
 def test_torchmetrics(num_samples: int) -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
@@ -253,7 +256,7 @@ def test_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [line["step"] for line in epochs] == [4, 8, 12]
     assert [line["step"] for line in lines if "validation_loss" not in line] == list(range(1, 13))
     table = str(history).splitlines()
-    assert table[0].split() == "epoch loss validation loss accuracy seconds samples per s".split()
+    assert table[0].split() == ["epoch", "loss", "validation", "loss", "accuracy", "seconds", "samples", "per", "s"]
     assert len(table) == 4
     assert history[-1].loss < history[0].loss
     with pytest.raises(ConfigError, match="Known: accuracy, loss, samples_per_s, seconds, validation_loss"):

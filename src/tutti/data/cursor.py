@@ -83,7 +83,7 @@ class Cursor:
         self._keep = keep
         self._data = data
         self._split_batches = split_batches
-        self.num_parts = self._own_num_parts
+        self.num_parts = 1 if split_batches else world.size
         """Number of ranks for which steps are formed."""
         self.stages: tuple[Stage, ...] = ()
         self.epoch = 0
@@ -97,11 +97,6 @@ class Cursor:
         """Seeds of DataLoader workers in epochs that have begun."""
         self.num_regroupings = 0
         """How often the ranks have changed: a loop that began before gives out nothing more."""
-
-    @property
-    def _own_num_parts(self) -> int:
-        """Number of ranks for which this world forms steps of its own."""
-        return 1 if self._split_batches else self.world.size
 
     def start(self) -> Iteration:
         """Start a loop. If the one before was left before its end, the rest of its epoch is given up."""
@@ -265,7 +260,7 @@ class Cursor:
         else:
             epochs, num_items = zip(*positions, strict=True)
             self.stages += (Stage(self.num_parts, epochs, num_items),)
-            self.num_parts = self._own_num_parts
+            self.num_parts = 1 if self._split_batches else self.world.size
             position = (min(epochs), 0)
         self._go_to(*position)
         return position

@@ -7,12 +7,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from tutti.checkpoint.interval import Every
+from tutti.cluster.mistakes import Mistakes
 from tutti.errors import ConfigError, TuttiError
 from tutti.fit.history import History
 from tutti.fit.metrics import Metrics
 from tutti.fit.progress import Logger, Reports
 from tutti.fit.rank import run_worker, train
-from tutti.fit.task import Mistakes, Task, checked_task
+from tutti.fit.task import CANNOT_START, Task, checked_task
 from tutti.launch import init
 from tutti.launch.elastic_run import ElasticRun, Workers, parse_workers
 from tutti.launch.environment import read_environment
@@ -45,54 +46,56 @@ def fit(  # noqa: PLR0913  # One call instead of a loop: each argument is a part
 ) -> History:
     """Train a model on many workers; return what every epoch found. Afterwards `model` has the trained parameters.
 
-    Any number of workers takes the steps that one would take: the batch size is that of a step over all of them.
-    Mistakes in the arguments are reported together, before anything starts.
+    Any number of workers takes the steps that one would take. Mistakes in the arguments are reported together, before
+    anything starts.
 
     Args:
-        model: a module, or a function that makes one (`History.model` is then the trained model).
-        data: a dataset of samples (input, target), a DataLoader, or two tensors (inputs, targets). The batches of a
-            DataLoader are split between the workers. Of an IterableDataset's, each worker takes one in every step.
+        model: a module, or a function that makes one (then `History.model`).
+        data: a dataset of samples (input, target), a DataLoader, or two tensors. Batches are split between workers.
+            Only those of an IterableDataset go to workers in turn: a step takes one for each.
         validation: data of the same kinds, to evaluate after every epoch, each sample once.
-        optimizer: a function of parameters (`partial(torch.optim.SGD, lr=0.1)`), a class of optimisers, or an optimiser
-            of the model. The state of an optimiser stays in the workers that `fit` starts.
+        optimizer: a function of parameters (`partial(torch.optim.SGD, lr=0.1)`), a class, or an optimiser of the model.
         loss: a function of (output, target), the mean over a batch.
-        metrics: of the validation: "accuracy", "f1" (the mean over classes), torchmetrics metrics, or functions of the
-            (outputs, targets) of the whole validation set; a list, or a dict by name.
+        metrics: of the validation: "accuracy", "f1" (the mean over classes), torchmetrics metrics, functions of the
+            whole set's (outputs, targets); or a dict of them by name.
         epochs: passes over the data.
         batch_size: samples per step over all workers, 32 by default; a DataLoader has its own.
-        lr: a learning rate in place of the optimiser's, or "auto" to change that by the rule of the strategy.
+        lr: a learning rate in place of the optimiser's, or "auto" to change that by the strategy's rule.
         workers: processes to start on this machine; a pair such as (2, 8) lets them come and go. By default this
             process takes part in the run of its launcher (`tutti run`, torchrun, srun), or trains alone.
-        strategy: how workers are synchronised, as for `tutti.distribute`.
-        device: "auto" takes a GPU for each worker if there are any; or a device of torch's.
+        strategy: as for `tutti.distribute`.
+        device: "auto" for a GPU for each worker if there are any, or a device of torch's.
         seed: of the order of samples, and of random numbers in workers that `fit` starts.
-        callbacks: functions and objects that are called as training goes on: see `tutti.fit.callbacks`.
-        checkpoint: a folder, or a folder and how often, ("runs/a", "5m"). Training continues from its newest
-            checkpoint. One more is written at the end, and when the run is stopped by SIGTERM or Ctrl-C.
-        logger: a file for JSON lines, or a function of (values by name, step); called on the first rank, or in this
-            process if it starts the workers.
+        callbacks: called as training goes on, as `tutti.fit.callbacks` describes.
+        checkpoint: a folder, or a folder and how often, ("runs/a", "5m"). Training continues from the newest
+            checkpoint in it. One more is written at the end, and when SIGTERM or Ctrl-C stops the run.
+        logger: a file for JSON lines, or a function of (values by name, step). It is called on the first rank, or in
+            this process if it starts the workers.
     """
     arguments = dict(locals())
     if is_importing():
         return History()
-    if workers is None:
-        return _take_part(arguments)
+    return _take_part(arguments) if workers is None else _with_workers(arguments)
+
+
+def _with_workers(arguments: dict[str, Any]) -> History:
+    """Start workers, and take over what they found."""
     mistakes = Mistakes()
-    parsed = mistakes.attempt(lambda: _parsed(workers))
+    parsed = mistakes.attempt(lambda: _parsed(arguments["workers"]))
     warm_up()  # Imports what workers need, while the arguments are checked.
     num_workers = parsed.maximum if isinstance(parsed, ElasticRun) else parsed or 1
     task = checked_task(arguments, num_workers, mistakes)
     _refuse_unsendable(task, arguments)
     started = parsed if isinstance(parsed, ElasticRun) else _num_ranks(task, num_workers)
-    with Reports(epochs, logger).shown() as reports:
+    with Reports(task.epochs, arguments["logger"]).shown() as reports:
         results = launch_by_value(run_worker, task, workers=started, watch=reports.watch)
     found = [result for result in results if result is not None]
     if not found:
         raise TuttiError("fit: the worker that had the trained model was lost after the last step. Run it again.")
-    state, epochs_found = found[0]
+    state, epochs = found[0]
     task.model.load_state_dict(state)
     history = History(task.model)
-    history.load_state_dict(epochs_found)
+    history.load_state_dict(epochs)
     return history
 
 
@@ -135,5 +138,5 @@ def _refuse_unsendable(task: Task, arguments: dict[str, Any]) -> None:
     mistakes = Mistakes()
     for name in ("model", "data", "validation", "optimizer", "loss", "metrics", "callbacks"):
         reason = packing_mistake(arguments[name])
-        mistakes.need(not reason, f"{name} cannot be sent to workers ({reason}).")
-    mistakes.raise_any()
+        mistakes.need(not reason, f"{name} cannot be sent to workers ({reason})")
+    mistakes.report(CANNOT_START)

@@ -1,4 +1,4 @@
-"""What `tutti.fit` takes as data, as a DataLoader whose batches are those of a step over all workers."""
+"""Data of `tutti.fit`, in any of its forms, as a DataLoader whose batches are those of a step over all workers."""
 
 from collections.abc import Sized
 from typing import Any
@@ -31,9 +31,7 @@ def as_loader(data: Any, batch_size: int | None, name: str, *, shuffle: bool) ->
         _refuse_empty(data.dataset, name)
         return data
     if isinstance(data, IterableDataset):
-        raise ConfigError(
-            f"{name} is an IterableDataset: wrap it in a DataLoader. Its batches go to workers in turn."
-        )
+        raise ConfigError(f"{name} is an IterableDataset: wrap it in a DataLoader. Its batches go to workers in turn.")
     dataset = _dataset(data, name)
     _refuse_empty(dataset, name)
     collate_fn = collate if isinstance(dataset, MapDataset) else None

@@ -20,8 +20,9 @@ class EpochRecord:
     steps: int
     """Steps of the whole training at its end."""
     loss: float
-    """Mean training loss of its samples. Where ranks are at different steps (`Strategy.synchronous` is False), of the
-    first rank's samples; in an epoch that was stopped, of the steps since it was continued."""
+    """Mean training loss of its samples; in an epoch that was stopped, of those since it was continued. Where ranks
+    are apart (`Strategy.synchronous` is False), of this rank's samples until the training ends, and in an elastic run
+    also afterwards."""
     validation_loss: float | None
     """Mean loss of the validation set at its end; None without one, and where no rank evaluated."""
     metrics: dict[str, Any] = field(default_factory=dict)

@@ -42,7 +42,7 @@ class ValidationMetric(ABC):
         """Return the value over the states of all ranks."""
 
 
-class MeanLoss(ValidationMetric):
+class ValidationLoss(ValidationMetric):
     """The mean loss of samples."""
 
     def __init__(self, loss: Callable[[Any, Any], Tensor], *, is_sum: bool = False) -> None:

@@ -61,7 +61,7 @@ def train(task: Task, world: World, send: Send) -> tuple[History, bool]:
         with distribute(task.model, optimizer, task.strategy, world=world) as job:
             if task.loss_is_sum:
                 job.expect(loss="sum")
-            training = _Training(task, job, optimizer, device, send)
+            training = _RankTraining(task, job, optimizer, device, send)
             training.run(schedule)
         training.finished()
     finally:
@@ -69,7 +69,7 @@ def train(task: Task, world: World, send: Send) -> tuple[History, bool]:
     return training.history, job.is_leader
 
 
-class _Training:
+class _RankTraining:
     """A distributed model, its data, and what is found while it is trained."""
 
     def __init__(self, task: Task, job: Job, optimizer: Any, device: torch.device, send: Send) -> None:
@@ -86,6 +86,8 @@ class _Training:
         self._total = torch.zeros((), dtype=torch.float64, device=device)
         """Loss of this rank's samples in the epoch, added up; and their number."""
         self._num_samples = 0
+        self._totals: list[tuple[float, float, float]] = []
+        """Of each epoch here: the loss added up, the number of samples, and the seconds of training."""
         self._interrupts = Interrupts()
 
     def run(self, schedule: RateSchedule) -> None:
@@ -115,7 +117,9 @@ class _Training:
         checkpoints.end()
 
     def finished(self) -> None:
-        """The job is finished: all ranks hold the trained parameters. Not collective."""
+        """The job is finished: all ranks hold the trained parameters. Collective."""
+        if not self._job.strategy.synchronous and self._job.world.elastic is None:
+            self._add_up()
         needs_evaluation = self._evaluation is not None and not self._job.strategy.synchronous
         if needs_evaluation and self._job.is_leader and self.history.epochs:
             assert self._evaluation is not None
@@ -148,23 +152,23 @@ class _Training:
         """Evaluate and report; return whether to stop. Collective under synchronous strategies."""
         job, synchronous = self._job, self._job.strategy.synchronous
         trained_s = self._now() - self._start_s
-        own = {"loss": float(self._total), "samples": self._num_samples}
-        total = job.reduce(own, "sum") if synchronous else own
+        total = [float(self._total), float(self._num_samples)]
+        if synchronous:
+            total = job.reduce(torch.tensor(total, dtype=torch.float64), "sum").tolist()
+        self._totals.append((*total, trained_s))
         last = self._batches.epoch >= self._task.epochs
         values: dict[str, Any] = {}
         if self._evaluation is not None:
             evaluation = self._evaluation
             together = lambda all_ranks: evaluation.together(job) if all_ranks else evaluation.alone()  # noqa: E731
             values = measure_agreed(job, together, last=last) or {}
-        num_workers = 1 if synchronous else job.world.size
         record = EpochRecord(
             epoch=len(self.history),
             steps=job.steps,
-            loss=total["loss"] / total["samples"] if total["samples"] else float("nan"),
             validation_loss=values.pop("loss", None),
             metrics=values,
             seconds=self._now() - self._start_s,
-            samples_per_s=total["samples"] * num_workers / trained_s if trained_s else 0.0,
+            **_rates(*total, trained_s),
         )
         # After the last epoch of ranks that are apart, the first one evaluates when the job is finished.
         self._add(record, reported=synchronous or not last or self._evaluation is None)
@@ -176,10 +180,30 @@ class _Training:
             return bool(job.reduce(float(self._run.stops), "max"))
         return False
 
+    def _add_up(self) -> None:
+        """Put the samples of all ranks into the epochs, of which ranks that are apart knew their own. Collective."""
+        own = [[loss, num_samples] for loss, num_samples, _ in self._totals]
+        # Not a call of the job: as long as it trains, ranks that are behind may wait for the others' steps.
+        found = self._job.world.call("tutti.fit", own, lambda totals: list(totals.values()), elastic=True)
+        of_ranks = [totals for totals in found if len(totals) == len(own)]
+        first = len(self.history) - len(own)  # Earlier epochs are from a checkpoint.
+        for index, (*_, trained_s) in enumerate(self._totals):
+            loss, num_samples = (sum(totals[index][part] for totals in of_ranks) for part in range(2))
+            epochs = self.history.epochs
+            epochs[first + index] = replace(epochs[first + index], **_rates(loss, num_samples, trained_s))
+
     def _add(self, record: EpochRecord, *, reported: bool = True) -> None:
         self.history.epochs.append(record)
         if reported:
             self._reports.epoch(record.loss, number=record.epoch, record=plain(record.values()))
+
+
+def _rates(loss: float, num_samples: float, trained_s: float) -> dict[str, Any]:
+    """Return the mean loss of samples, and samples per second."""
+    return {
+        "loss": loss / num_samples if num_samples else float("nan"),
+        "samples_per_s": num_samples / trained_s if trained_s else 0.0,
+    }
 
 
 def _device(task: Task, world: World) -> torch.device:

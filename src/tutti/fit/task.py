@@ -12,15 +12,19 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from tutti.checkpoint.interval import Every, parse_every
+from tutti.cluster.mistakes import Mistakes, is_count, is_positive
 from tutti.errors import ConfigError
 from tutti.fit.callbacks import callback_mistakes
 from tutti.fit.data import as_loader, first_batch, num_samples
-from tutti.fit.metrics import NAMED, MeanLoss, ValidationMetric, make_metrics, predicted_classes
+from tutti.fit.metrics import NAMED, ValidationLoss, ValidationMetric, make_metrics, predicted_classes
 from tutti.job.checkpoints.random_state import RandomStates, set_random_state
 from tutti.recipes.learning_rate import LearningRate
 from tutti.strategies import Strategy, as_strategy
 
 Loss = Callable[[Any, Any], Tensor]
+
+CANNOT_START = "fit cannot start:"
+"""Before the list of all mistakes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,34 +55,6 @@ class Task:
         return getattr(self.loss, "reduction", None) == "sum"
 
 
-class Mistakes:
-    """Collects what is wrong with arguments, to report all of it at once."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def attempt(self, make: Callable[[], Any]) -> Any:
-        """Return what `make` returns; None after a `ConfigError`, which is noted."""
-        try:
-            return make()
-        except ConfigError as error:
-            self.texts.append(str(error))
-            return None
-
-    def need(self, condition: bool, text: str) -> bool:
-        """Note a text unless a condition holds, and return whether it does."""
-        if not condition:
-            self.texts.append(text)
-        return condition
-
-    def raise_any(self) -> None:
-        """Raise `ConfigError` if there were any."""
-        if len(self.texts) == 1:
-            raise ConfigError(f"fit: {self.texts[0]}")
-        if self.texts:
-            raise ConfigError("fit cannot start:\n" + "\n".join(f"- {text}" for text in self.texts))
-
-
 def checked_task(arguments: dict[str, Any], num_workers: int, mistakes: Mistakes) -> Task:
     """Return the task of the arguments of `fit`. Raises `ConfigError` with all mistakes.
 
@@ -92,31 +68,32 @@ def checked_task(arguments: dict[str, Any], num_workers: int, mistakes: Mistakes
     loss, epochs, lr = given["loss"], given["epochs"], given["lr"]
     mistakes.need(
         callable(loss) and not isinstance(loss, type),
-        f"loss must be a function of (output, target), got {loss!r}."
-        + (f" Give an object: {loss.__name__}()." if isinstance(loss, type) else ""),
+        f"loss must be a function of (output, target), got {loss!r}"
+        + (f". Give an object: {loss.__name__}()" if isinstance(loss, type) else ""),
     )
-    mistakes.need(_is_count(epochs), f"epochs must be 1 or more, got {epochs!r}.")
-    is_rate = lr in (None, "auto") or (isinstance(lr, int | float) and not isinstance(lr, bool) and lr > 0)
-    mistakes.need(is_rate, f'lr must be a number above 0, or "auto", got {lr!r}.')
+    mistakes.need(is_count(epochs), f"epochs must be 1 or more, got {epochs!r}")
+    is_rate = lr in (None, "auto") or is_positive(lr)
+    mistakes.need(is_rate, f'lr must be a number above 0, or "auto", got {lr!r}')
     metrics = mistakes.attempt(lambda: make_metrics(given["metrics"])) or {}
     mistakes.need(
         not metrics or given["validation"] is not None,
-        f"metrics ({', '.join(metrics)}) are those of a validation set: give validation=, or leave them out.",
+        f"metrics ({', '.join(metrics)}) are those of a validation set: give validation=, or leave them out",
     )
     strategy = mistakes.attempt(lambda: _strategy(given["strategy"], num_workers))
     mistakes.attempt(lambda: _check_device(given["device"]))
-    mistakes.texts += callback_mistakes(given["callbacks"])
+    for mistake in callback_mistakes(given["callbacks"]):
+        mistakes.need(False, mistake.rstrip("."))
     folder, every = mistakes.attempt(lambda: _checkpoint(given["checkpoint"])) or (None, "5m")
     _check_logger(given["logger"], mistakes)
     if model is not None:
         if loader is not None and callable(loss) and not isinstance(loss, type):
             mistakes.attempt(lambda: _try(model, loader, loss, metrics))
         mistakes.attempt(lambda: make_optimizer(given["optimizer"], model))
-    mistakes.raise_any()
+    mistakes.report(CANNOT_START)
     is_sum = getattr(loss, "reduction", None) == "sum"
     return Task(
         model=model, optimizer=given["optimizer"], loss=loss, loader=loader, validation=validation,
-        metrics={"loss": MeanLoss(loss, is_sum=is_sum), **metrics}, strategy=strategy, epochs=epochs, lr=lr,
+        metrics={"loss": ValidationLoss(loss, is_sum=is_sum), **metrics}, strategy=strategy, epochs=epochs, lr=lr,
         seed=given["seed"], device=str(given["device"]), callbacks=tuple(given["callbacks"]), checkpoint=folder,
         every=every,
     )  # fmt: skip
@@ -166,9 +143,9 @@ def _model(model: Any) -> nn.Module:
 
 def _loaders(given: dict[str, Any], num_workers: int, mistakes: Mistakes) -> tuple[Any, Any]:
     batch_size = given["batch_size"]
-    is_size = batch_size is None or _is_count(batch_size)
-    if not mistakes.need(is_size, f"batch_size must be 1 or more, got {batch_size!r}."):
-        batch_size = None
+    is_size = batch_size is None or is_count(batch_size)
+    mistakes.need(is_size, f"batch_size must be 1 or more, got {batch_size!r}")
+    batch_size = batch_size if is_size else None
     loader = mistakes.attempt(lambda: as_loader(given["data"], batch_size, "data", shuffle=True))
     validation = None
     if given["validation"] is not None:
@@ -179,7 +156,7 @@ def _loaders(given: dict[str, Any], num_workers: int, mistakes: Mistakes) -> tup
         mistakes.need(
             smallest >= num_workers,
             f"{num_workers} workers cannot share {length} samples in batches of {loader.batch_size}: each needs a part "
-            f"of every batch. Use {smallest} or fewer, or larger batches.",
+            f"of every batch. Use {smallest} or fewer, or larger batches",
         )
     return loader, validation
 
@@ -220,10 +197,10 @@ def _checkpoint(checkpoint: Any) -> tuple[str | None, Every]:
 def _check_logger(logger: Any, mistakes: Mistakes) -> None:
     if logger is None or callable(logger):
         return
-    if mistakes.need(
-        isinstance(logger, str | Path), f"logger must be a file or a function of (values, step), got {logger!r}."
-    ):
-        mistakes.need(Path(logger).parent.is_dir(), f"logger: there is no folder {Path(logger).parent}.")
+    is_file = isinstance(logger, str | Path)
+    mistakes.need(is_file, f"logger must be a file or a function of (values, step), got {logger!r}")
+    if is_file:
+        mistakes.need(Path(logger).parent.is_dir(), f"logger: there is no folder {Path(logger).parent}")
 
 
 def _try(model: nn.Module, loader: DataLoader[Any], loss: Loss, metrics: dict[str, ValidationMetric]) -> None:
@@ -238,7 +215,7 @@ def _try(model: nn.Module, loader: DataLoader[Any], loss: Loss, metrics: dict[st
             raise ConfigError(f"data must give samples (input, target), got {kind}. Wrap the dataset to give those.")
         inputs, targets = _to(batch, next(model.parameters()).device)
         if any(nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
-            _attempt("model fails on the first samples", lambda: model(inputs))  # It learns its shapes.
+            _attempt("model fails on the first samples", lambda: _learn_shapes(model, inputs))
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         with torch.no_grad():
             outputs = _attempt(
@@ -255,6 +232,16 @@ def _try(model: nn.Module, loader: DataLoader[Any], loss: Loss, metrics: dict[st
         set_random_state(before)
 
 
+def _learn_shapes(model: nn.Module, inputs: Any) -> None:
+    """Let lazy layers make their parameters, and change nothing else."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    with torch.no_grad():
+        model(inputs)
+    for module, training in modes:
+        module.training = training
+
+
 def _attempt(what: str, do: Callable[[], Any]) -> Any:
     try:
         return do()
@@ -264,7 +251,3 @@ def _attempt(what: str, do: Callable[[], Any]) -> Any:
 
 def _to(batch: Any, device: torch.device) -> Any:
     return torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), list(batch))
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

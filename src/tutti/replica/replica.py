@@ -97,7 +97,7 @@ class Replica(ABC):
         # A parameter that several modules share is listed once, under its first name.
         self.slots = [Slot(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.slots.reverse()  # Backward reaches the last layers first; the first pass shows the precise order.
-        self.statistics = [Slot(name, buffer) for name, buffer in _running_statistics(model)]
+        self.statistics = [Slot(name, buffer) for name, buffer in running_statistics(model)]
         self.buckets: list[Bucket] = []
         self.exchanged_as_factors: frozenset[str] = frozenset()
         """Names of parameters whose gradients are in no bucket: their factors are exchanged."""
@@ -247,7 +247,7 @@ class Replica(ABC):
                 slot.view = zeros_like(slot.tensor)
 
 
-def _running_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def running_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the running means and variances of normalisation layers, which each rank updates from its own samples."""
     for name, module in model.named_modules():
         if isinstance(module, SyncedBatchNorm):
