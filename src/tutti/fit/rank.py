@@ -148,14 +148,15 @@ class _RankTraining:
             self._callbacks.step(self._run, loss)
         self._interrupts.raise_any()
 
-    def _after_epoch(self, loss: Tensor) -> bool:
+    def _after_epoch(self, _: Tensor) -> bool:
         """Evaluate and report; return whether to stop. Collective under synchronous strategies."""
         job, synchronous = self._job, self._job.strategy.synchronous
         trained_s = self._now() - self._start_s
-        total = [float(self._total), float(self._num_samples)]
+        loss_sum, num_samples = float(self._total), float(self._num_samples)
         if synchronous:
-            total = job.reduce(torch.tensor(total, dtype=torch.float64), "sum").tolist()
-        self._totals.append((*total, trained_s))
+            both = job.reduce({"loss": loss_sum, "samples": num_samples}, "sum")
+            loss_sum, num_samples = both["loss"], both["samples"]
+        self._totals.append((loss_sum, num_samples, trained_s))
         last = self._batches.epoch >= self._task.epochs
         values: dict[str, Any] = {}
         if self._evaluation is not None:
@@ -168,7 +169,7 @@ class _RankTraining:
             validation_loss=values.pop("loss", None),
             metrics=values,
             seconds=self._now() - self._start_s,
-            **_rates(*total, trained_s),
+            **_rates(loss_sum, num_samples, trained_s),
         )
         # After the last epoch of ranks that are apart, the first one evaluates when the job is finished.
         self._add(record, reported=synchronous or not last or self._evaluation is None)

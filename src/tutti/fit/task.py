@@ -90,6 +90,8 @@ def checked_task(arguments: dict[str, Any], num_workers: int, mistakes: Mistakes
             mistakes.attempt(lambda: _try(model, loader, loss, metrics))
         mistakes.attempt(lambda: make_optimizer(given["optimizer"], model))
     mistakes.report(CANNOT_START)
+    assert model is not None
+    assert strategy is not None
     is_sum = getattr(loss, "reduction", None) == "sum"
     return Task(
         model=model, optimizer=given["optimizer"], loss=loss, loader=loader, validation=validation,
