@@ -68,7 +68,7 @@ def join(
     host, port = parse_address(address, "the first argument")
     if not port:
         raise ConfigError(f"the first argument is ADDRESS:PORT, as tutti run has printed it; got '{address}'.")
-    secret = find_secret({**os.environ, **_piped_secret(SECRET, os.environ)})
+    secret = find_secret({**os.environ, **_piped_secret(SECRET, os.environ)}, make=False)
     environment = durations(TUTTI_GRACE=grace)
     if spawn:
         environment["TUTTI_START"] = "spawn"
@@ -84,7 +84,9 @@ def join(
 
 def _piped_secret(name: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variable with the secret, if it comes by a pipe on standard input and not by the environment."""
-    if name in environment or not stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode):
+    if name in environment or sys.stdin is None:  # It was closed.
+        return {}
+    if not stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode):
         return {}
     # Ended by the other end of the pipe, or by a line.
     text = sys.stdin.readline().strip()

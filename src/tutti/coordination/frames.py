@@ -66,7 +66,7 @@ SCHEMA: dict[str, Fields] = {
     "change": {"scope": str, "number": int},
     "switch": {"scope": str, "number": int, "steps": int},
     "released": {"scope": str, "number": int},
-    "numbered": {"request": int, "first": int, "minimum": int, "maximum": int},
+    "numbered": {"request": int, "first": int, "minimum": int, "maximum": int, "present": int},
     "managed": {"request": int, "done": int, "text": str},
 }
 """The fields of each message and their types."""

@@ -4,6 +4,7 @@ from typing import Any
 
 from tutti.coordination.description import MemberDescription
 from tutti.coordination.frames import Message
+from tutti.coordination.launchers import Numbers
 
 LEFT = "it has left"
 """The reason for the loss of a member that left on purpose, with all that it sent still to be read."""
@@ -101,7 +102,9 @@ class JobKnowledge:
             case "released":
                 self.released[message["scope"]] = message["number"]
             case "numbered":
-                self.answers[message["request"]] = (message["first"], message["minimum"], message["maximum"])
+                self.answers[message["request"]] = Numbers(
+                    message["first"], message["minimum"], message["maximum"], message["present"]
+                )
             case "managed":
                 self.answers[message["request"]] = bool(message["done"]), message["text"]
 

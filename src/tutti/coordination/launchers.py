@@ -16,6 +16,17 @@ _MOST_NUMBERS = 5_000
 _MOST_REQUESTS = 100
 
 
+class Numbers(NamedTuple):
+    """What another launcher gets that asks for numbers."""
+
+    first: int
+    """The first number; -1 where the number of workers is fixed."""
+    minimum: int
+    maximum: int
+    present: int
+    """Number of workers that are there."""
+
+
 class ManagementRequest(NamedTuple):
     """What a user asks of the launcher."""
 
@@ -47,13 +58,13 @@ class LauncherTable:
         self.next_number += count
         return first
 
-    def numbers(self, member: str, message: Message) -> None:
+    def numbers(self, member: str, message: Message, num_present: int) -> None:
         """Another launcher asks for numbers. A run with a fixed number of workers has none for it."""
         if not 0 < message["count"] <= _MOST_NUMBERS:
             raise ProtocolError(f"a launcher starts 1 to {_MOST_NUMBERS} workers")
         first, limits = (-1, (0, 0)) if self.limits is None else (self.take(message["count"]), self.limits)
-        fields = {"request": message["request"], "first": first, "minimum": limits[0], "maximum": limits[1]}
-        self._send(member, {"op": "numbered", **fields})
+        found = Numbers(first, *limits, num_present)
+        self._send(member, {"op": "numbered", "request": message["request"], **found._asdict()})
 
     def manage(self, member: str, message: Message) -> None:
         """A user asks for more or fewer workers."""

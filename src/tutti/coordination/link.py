@@ -96,20 +96,22 @@ class ConnectedMember(Member):
         """Wait until the coordinator has answered. Raises the error that says why it has not, or has refused."""
         came = self.first_answer.wait(timeout_s)
         rank, endpoint = self.description.rank, self.endpoint
+        is_worker = rank >= 0
+        who = f"rank {rank}: " if is_worker else ""
         if self._wrong_secret:
             raise ConfigError(
-                f"rank {rank}: the coordinator at {endpoint} has another secret than this process. All ranks of a job "
+                f"{who}the coordinator at {endpoint} has another secret than this process. All processes of a job "
                 "need one: set TUTTI_SECRET to the same text on every host, or copy the file tutti/secret in the "
                 "user's configuration folder from one host to the others."
             )
         if self.known.refused is not None:
-            raise EnvironmentConflict(
-                f"rank {rank}: the coordinator at {endpoint} refuses this process: {self.known.refused}."
-            )
+            raise EnvironmentConflict(f"{who}the coordinator at {endpoint} refuses this process: {self.known.refused}.")
         if not came:
+            why = "Rank 0 or the launcher was not started, MASTER_ADDR or MASTER_PORT is wrong"
+            if not is_worker:
+                why = "The run's launcher has ended or is stopped, the address is another one"
             raise RankLost(
-                f"rank {rank}: nobody answers at {endpoint} ({self.error or 'no connection'}). Rank 0 or the launcher "
-                "was not started, MASTER_ADDR or MASTER_PORT is wrong, or a firewall is between."
+                f"{who}nobody answers at {endpoint} ({self.error or 'no connection'}). {why}, or a firewall is between."
             )
 
     def _run(self) -> None:

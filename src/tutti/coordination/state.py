@@ -364,6 +364,6 @@ def _handlers(state: "CoordinatorState") -> dict[str, Handler]:
         "stack": lambda record, message, _: setattr(record, "stack", message["text"]),
         "bye": lambda record, _, now: state._lose(record, LEFT, now),
         **{op: _by_id(handle) for op, handle in state.generations.handlers.items()},
-        "numbers": lambda record, message, _: state.launchers.numbers(record.id, message),
+        "numbers": lambda record, message, now: state.launchers.numbers(record.id, message, len(state.table(now))),
         "manage": lambda record, message, _: state.launchers.manage(record.id, message),
     }

@@ -59,13 +59,24 @@ def find_patience(environment: Mapping[str, str] = os.environ) -> timedelta:
     return PATIENCE if text is None else parse_duration(text, PATIENCE_VARIABLE)
 
 
-def find_secret(environment: Mapping[str, str] = os.environ) -> Secret:
-    """Return the secret of this run."""
+def find_secret(environment: Mapping[str, str] = os.environ, *, make: bool = True) -> Secret:
+    """Return the secret of this run.
+
+    Args:
+        environment: variables, of which some say it.
+        make: whether a user who has none gets one. Otherwise that is a `ConfigError`.
+    """
     how = environment.get(ENCRYPT, "1")
     if how not in ("0", "1"):
         raise ConfigError(f"{ENCRYPT} must be 0 or 1, got '{how}'.")
     text = environment.get(SECRET)
-    return Secret(_from_file(secret_file(environment)) if text is None else text.strip(), encrypt=how == "1")
+    file = secret_file(environment)
+    if text is None and not make and not file.exists():
+        raise ConfigError(
+            f"this host has no secret: set {SECRET} to that of the run, or copy the file tutti/secret in the user's "
+            f"configuration folder from the run's host to {file}."
+        )
+    return Secret(_from_file(file) if text is None else text.strip(), encrypt=how == "1")
 
 
 def secret_file(environment: Mapping[str, str] = os.environ) -> Path:

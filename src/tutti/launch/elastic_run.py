@@ -30,7 +30,7 @@ class ElasticRun:
         if self.restarts < 0:
             mistakes.append(f"restarts must be 0 or more, got {self.restarts}.")
         if not 1 <= self.num_started <= self.maximum:
-            mistakes.append(f"the number of workers to start is from 1 to {self.maximum}, got {self.start}.")
+            mistakes.append(f"start must be from 1 to {self.maximum}, the maximum of workers, got {self.start}.")
         if mistakes:
             raise ConfigError(" ".join(mistakes))
 

@@ -18,7 +18,7 @@ from typing import Any
 from tutti.coordination import MemberDescription, Secret
 from tutti.coordination.diagnosis import HeldUp
 from tutti.coordination.knowledge import LEFT
-from tutti.coordination.launchers import ManagementRequest
+from tutti.coordination.launchers import ManagementRequest, Numbers
 from tutti.coordination.link import Endpoint, connect_member
 from tutti.errors import ConfigError, RankLost
 from tutti.launch.host import host_id
@@ -45,26 +45,32 @@ class JoinedRun:
         """Members of this host."""
         self._looked_at = 0.0
         try:
-            self.first_number, self.limits = self._numbers(num_workers)
+            found = self._numbers(num_workers)
+            if found.present + num_workers > found.maximum:
+                raise ConfigError(
+                    f"the run at {endpoint} has {found.present} workers, and at most {found.maximum} are allowed: "
+                    f"{num_workers} more cannot join. Ask for fewer with --workers, or start the run with a larger "
+                    "maximum."
+                )
+            self.first_number, self.limits = found.first, (found.minimum, found.maximum)
         except BaseException:
             self.close()
             raise
 
-    def _numbers(self, count: int) -> tuple[int, tuple[int, int]]:
-        answer: Any = self._member.request({"op": "numbers", "count": count}, _ANSWER_S, lambda: None)
+    def _numbers(self, count: int) -> Numbers:
+        answer: Numbers | None = self._member.request({"op": "numbers", "count": count}, _ANSWER_S, lambda: None)
         if answer is None:
             raise RankLost(f"the coordinator at {self.endpoint} has not answered for {_ANSWER_S:g} s.")
-        first, minimum, maximum = answer
-        if first < 0:
+        if answer.first < 0:
             raise ConfigError(
                 f"the run at {self.endpoint} has a fixed number of workers, so none can join. Start it with tutti run "
                 "--workers MIN:MAX."
             )
-        return first, (minimum, maximum)
+        return answer
 
     def take_numbers(self, count: int) -> int:
         """Return the first of `count` further numbers."""
-        return self._numbers(count)[0]
+        return self._numbers(count).first
 
     def replaces_workers(self, yes: bool) -> None:
         """Say whether workers of this launcher are about to join."""
