@@ -69,6 +69,9 @@ class Resumable:
         """
         return set(state)
 
+    def ranks_have_changed(self) -> None:
+        """All ranks of an elastic world have loaded their states, and go on together: count alike from here."""
+
     @property
     def num_workers(self) -> int:
         """Number of ranks that train."""

@@ -410,6 +410,7 @@ def begin_generation(job: "Job", state: dict[str, Any]) -> None:
     job._exchange = exchange = attach_again(replica, job._attached, job.world, job._expected, channel)
     exchange.events, exchange.on_exchange = before.events, before.on_exchange
     exchange.load_state_dict(state)
+    exchange.ranks_have_changed()
     job.world.usage.exchanges.add(exchange)
 
 

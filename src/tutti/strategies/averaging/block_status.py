@@ -3,9 +3,10 @@
 How it works
 ------------
 Before ranks exchange anything they must agree on three things: whether a block ends, or all have come to `consensus`,
-`state_dict` or `finish`; how many samples each rank's change counts for; and whether any rank saw a loss that was not
-finite. Each rank sends one row of float64 (`RankStatus`) to every other and waits for theirs. When all rows are
-there, `BlockStatus` is the same on every rank, so all of them take the same branch without further messages.
+`state_dict`, the end of the data or `finish`; how many samples each rank's change counts for; and whether any rank saw
+a loss that was not finite. Each rank sends one row of float64 (`RankStatus`) to every other and waits for theirs. When
+all rows are there, `BlockStatus` is the same on every rank, so all of them take the same branch without further
+messages.
 
 Ranks may be many steps apart when one of them waits here. The wait is ended by the last rank's row. It must not run
 into the transport's deadline only because a peer is slow, so a rank that is still computing sends keep-alive rows
@@ -37,7 +38,8 @@ class Intent(IntEnum):
     BLOCK = 0
     CONSENSUS = 1
     SAVE = 2
-    FINISH = 3
+    END_OF_DATA = 3
+    FINISH = 4
 
 
 class RankStatus(NamedTuple):
@@ -144,6 +146,7 @@ def different_calls_error(intents: list[Intent], transport: Transport) -> Config
     calls = {
         Intent.CONSENSUS: "consensus()",
         Intent.SAVE: "state_dict() or load_state_dict()",
+        Intent.END_OF_DATA: "the end of the data",
         Intent.FINISH: "finish()",
     }
     listed = ", ".join(

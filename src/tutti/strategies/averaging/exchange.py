@@ -17,14 +17,15 @@ Without overlap, `_end_block` waits for the exchange at once. With overlap it on
 before, and the new one runs while the next block is computed. At most one exchange is pending (`_pending`); its
 memory, the buckets, is not written until it has been waited for.
 
-Ranks may take different numbers of steps. A rank that calls `consensus`, `state_dict` or `finish` sends its status
-with that intent. While another rank still ends blocks, the smallest intent, BLOCK, wins: the waiting rank takes part
-in that block and sends its status again (`_synchronise`). It returns when all ranks have come with the same intent.
-So nobody waits for a rank that waits for somebody else. A rank that is lost ends the wait of all others through the
-transport (`RankLost`), and one that computes for long sends keep-alives.
+Ranks may take different numbers of steps. A rank that calls `consensus`, `state_dict` or `finish`, or has come to the
+end of its data, sends its status with that intent. While another rank still ends blocks, the smallest intent, BLOCK,
+wins: the waiting rank takes part in that block and sends its status again (`_synchronise`). It returns when all ranks
+have come with the same intent. So nobody waits for a rank that waits for somebody else. A rank that is lost ends the
+wait of all others through the transport (`RankLost`), and one that computes for long sends keep-alives.
 """
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -268,6 +269,13 @@ class BlockExchange(SavedBlock, Exchange):
             torch._foreach_copy_(parameters.tensors, values)
         self._local_parameters, self._local_buffers = [], []
         self._since_s = self._channel.now()
+
+    @contextmanager
+    def out_of_data(self) -> Iterator[None]:
+        with torch.no_grad():
+            self._synchronise(Intent.END_OF_DATA)  # Others may still end blocks, with this rank's part.
+        self._since_s = self._channel.now()
+        yield
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -36,6 +36,7 @@ class SavedBlock(Resumable):
     _local_buffers: list[Tensor]
     _num_steps: int
     _weight: float
+    _trained_s: float
     _num_blocks: int
     _since_s: float
     _unused_state: dict[str, Any]
@@ -95,6 +96,11 @@ class SavedBlock(Resumable):
         if self._compressed_mean is None:
             return {"block": block, **self._unused_state}
         return {"block": block, "block_residuals": self._compressed_mean.state_dict()}
+
+    def ranks_have_changed(self) -> None:
+        # A loss has interrupted some ranks earlier in the block than others. If they went on counting from there, they
+        # would end blocks after different steps, and wait for a rank that is in another call.
+        self._num_steps, self._trained_s = 0, 0.0
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> set[str]:
