@@ -26,6 +26,15 @@ ELASTIC_WORLD = "elastic"
 """The name of the elastic world of a run at its coordinator: there is one."""
 
 
+def refuse_mpi(kind: str) -> None:
+    """Raise `ConfigError` if the transport cannot lose a worker."""
+    if mpi.is_mpi(kind):
+        raise ConfigError(
+            "workers cannot come and go over MPI, which ends all processes with the first. Use sockets or shared "
+            "memory, or a fixed number of workers."
+        )
+
+
 def join_elastic(environment: RankEnvironment, limits: tuple[int, int], kind: str, limit: timedelta) -> World:
     """Join the elastic world of a run, or, if it has begun, come to it as a new worker.
 
@@ -34,11 +43,6 @@ def join_elastic(environment: RankEnvironment, limits: tuple[int, int], kind: st
         kind: the transport, as `tutti.init` takes it.
         limit: how long to wait for the coordinator, and for the fewest workers with which the run begins.
     """
-    if mpi.is_mpi(kind):
-        raise ConfigError(
-            "workers cannot come and go over MPI, which ends all processes with the first. Use sockets or shared "
-            "memory, or a fixed number of workers."
-        )
     member = member_of_run(environment, limit)
     found = WorldLimits(*limits, expected=environment.size)
     name = f"{ELASTIC_WORLD}/{environment.attempt}"

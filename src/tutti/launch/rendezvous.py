@@ -34,7 +34,7 @@ from tutti.launch.connect import connect
 from tutti.launch.control_plane import member_of_run, wait_for_ranks
 from tutti.launch.control_settings import find_worker_range
 from tutti.launch.default_group import make_default_group
-from tutti.launch.elastic import join_elastic
+from tutti.launch.elastic import join_elastic, refuse_mpi
 from tutti.launch.environment import RankEnvironment, read_environment
 from tutti.launch.host import host_name, listen_address
 from tutti.launch.supervisor_pipe import SupervisorPipe
@@ -97,6 +97,9 @@ def _join(timeout: Duration | None, transport: str | None, environment: RankEnvi
     guard.refuse("tutti.init after the world was closed")
     limit = _timeout_from_environment() if timeout is None else parse_duration(timeout)
     kind = transport or os.environ.get("TUTTI_TRANSPORT", "auto")
+    limits = find_worker_range()
+    if limits is not None:
+        refuse_mpi(kind)
     if mpi.is_mpi(kind):
         mpi.prepare(kind)  # Before `read_environment`, which may start MPI.
     elif kind not in TRANSPORTS:
@@ -106,9 +109,9 @@ def _join(timeout: Duration | None, transport: str | None, environment: RankEnvi
         environment = read_environment()
     if mpi.is_mpi(kind):
         mpi.check(environment, kind)
-    if environment.size == 1 and find_worker_range() is None:
+    if environment.size == 1 and limits is None:
         world = World(0, 1, environment.local_rank, host_name(), SingleRankTransport(limit))
-    elif (limits := find_worker_range()) is not None:
+    elif limits is not None:
         world = join_elastic(environment, limits, kind, limit)
         _leave_at_exit(world)
     else:
