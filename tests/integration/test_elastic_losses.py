@@ -1,23 +1,10 @@
 """Workers of elastic runs are killed while the others train: the runs end where they would have ended."""
 
-import pytest
-
-from tutti.bench.elastic.kills import ElasticSubject, losses
+from tutti.bench.elastic.kills import QUICK, losses
 
 
-@pytest.mark.parametrize(
-    "subject",
-    [
-        ElasticSubject("native", "shared_memory", exact=True),
-        ElasticSubject("ring", "sockets", exact=True),
-        ElasticSubject("poseidon", "sockets", exact=True),
-        ElasticSubject("onebit:exact_below=0", "sockets"),
-        ElasticSubject("topk:0.1", "shared_memory"),
-    ],
-    ids=lambda subject: subject.strategy,
-)
-def test_kills_change_nothing(subject: ElasticSubject) -> None:
-    (outcome,) = losses(3, 7, [subject])
-    assert outcome.problems == []
-    assert outcome.kills >= 3
-    assert (outcome.misused, outcome.different) == (0, 0)
+def test_kills_change_nothing() -> None:
+    outcomes = losses(3, 7, QUICK)
+    assert [each.problems for each in outcomes] == [[], []]
+    assert sum(each.kills for each in outcomes) >= 3
+    assert all(0 < second < 30 for each in outcomes for second in each.seconds)

@@ -1,73 +1,49 @@
 """Kills of workers while the others train on: what a loss costs, and whether the run ends where it would have ended.
 
-How it works. Each run is a launch of its own, in real processes. When all workers have begun, a timer is started for
-each victim; at its end the worker gets SIGKILL. The timers' threads only send signals. A run without kills, at the
-same seed, is the one that others are compared with: exact strategies must end within 1e-10 of its parameters, and all
-workers of a run with the same ones. Every sample of every epoch must be used once.
+How it works. Each run is a launch of its own, in real processes, on this machine or on the hosts of a lab. When all
+workers have begun, a timer is started for each victim; at its end the worker gets SIGKILL. The timers' threads only
+send signals. Between runs with kills come runs with other faults: cells of the matrix, drawn at random. Each run must
+keep what `promises` says of its strategy and transport.
 
 The time of a loss is that from the kill to the next step that all survivors have completed.
 """
 
-import io
 import os
 import random
 import signal
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from tutti.bench.elastic.training import ElasticResult, ElasticSettings, misused, train
-from tutti.errors import WorkerFailed
-from tutti.launch.control_settings import ELASTIC
-from tutti.launch.local import supervise
+from tutti.bench.elastic.matrix import Matrix, SeenRun, judge, lab_for, launch_run
+from tutti.bench.elastic.promises import FAULTS, LAB, NOTHING, STRATEGIES, TRANSPORTS, WORKERS, Cell
+from tutti.launch.elastic_run import ElasticRun
+from tutti.launch.lab.lab import Lab
 
 _EPOCHS, _PAUSE_S = 3, 0.002
-_TOLERANCE = 1e-10
-"""Largest difference of parameters under an exact strategy, relative to the largest."""
-
-
-@dataclass(frozen=True)
-class ElasticSubject:
-    """A strategy whose workers are killed."""
-
-    strategy: str
-    transport: str
-    exact: bool = False
-    """Whether the result is that of the undisturbed run."""
-
-
-SUBJECTS = (
-    ElasticSubject("native", "shared_memory", exact=True),
-    ElasticSubject("ring", "sockets", exact=True),
-    ElasticSubject("poseidon", "sockets", exact=True),
-    ElasticSubject("onebit:exact_below=0", "sockets"),
-    ElasticSubject("onebit:exact_below=0", "shared_memory"),
-)
-QUICK = SUBJECTS[:2]
+_OTHER_FAULTS = ("stop", "exception", "leave", "join", "replace", "cut", "cut for a moment")
+_OTHER_SHARE = 0.25
+"""How many runs have another fault than kills."""
 
 
 @dataclass
 class LossOutcome:
-    """What became of the runs of one strategy."""
+    """What became of the runs of one strategy over one transport."""
 
     strategy: str
     transport: str
     kills: int = 0
     runs: int = 0
+    others: int = 0
+    """Runs with another fault than kills."""
     seconds: list[float] = field(default_factory=list)
     """From each kill to the next step of all survivors."""
-    misused: int = 0
-    """Samples that were not used exactly once."""
-    different: int = 0
-    """Runs that did not end as they should."""
-    largest_difference: float = 0.0
-    """Of parameters from those of the undisturbed run."""
+    voided: int = 0
+    """The most void steps of a worker, in place of one each loss."""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -80,112 +56,105 @@ class LossOutcome:
         """Longest time of a loss."""
         return max(self.seconds, default=float("nan"))
 
-    @property
-    def right(self) -> bool:
-        """Whether nothing went wrong."""
-        return not (self.misused or self.different or self.problems)
+
+def subjects(*, with_lab: bool) -> list[tuple[str, str]]:
+    """All strategies over all transports; those of the lab only on request."""
+    return [
+        (strategy, transport) for strategy in STRATEGIES for transport in TRANSPORTS if with_lab or transport != LAB
+    ]
 
 
-@dataclass
-class _KilledRun:
-    """One launch, and the kills in it."""
+QUICK = [("native", "shared_memory"), ("ring", "sockets")]
 
-    settings: ElasticSettings
-    workers: int
-    plan: dict[int, float]
-    """Seconds after the start at which workers are killed, by rank."""
-    pids: dict[int, int] = field(default_factory=dict)
-    killed: dict[int, float] = field(default_factory=dict)
-    """When workers were killed, on the machine's clock."""
-    results: list[ElasticResult | None] | None = None
-    error: str = ""
 
-    def execute(self, transport: str) -> None:
-        """Launch the workers, and wait for their end."""
-        timers: list[threading.Timer] = []
+class _Killer:
+    """Kills workers of one run some seconds after all have begun."""
 
-        def watch(rank: int, values: dict[str, Any]) -> None:
-            self.pids[rank] = values["pid"]
-            if len(self.pids) == self.workers:
-                timers.extend(threading.Timer(after_s, self._kill, [victim]) for victim, after_s in self.plan.items())
-                for timer in timers:
-                    timer.start()
+    def __init__(self, plan: dict[int, float]) -> None:
+        """Kill after the seconds in `plan`, by rank."""
+        self._plan = plan
+        self._pids: dict[int, int] = {}
+        self._timers: list[threading.Timer] = []
+        self.killed: dict[int, float] = {}
+        """When workers were killed, on the machine's clock."""
 
-        environment = {"TUTTI_TRANSPORT": transport, ELASTIC: f"1:{self.workers}"}
-        said = io.StringIO()
-        try:
-            with redirect_stderr(said):
-                self.results = supervise(train, (self.settings,), self.workers, environment, watch).run()
-        except WorkerFailed as failed:
-            self.error = f"{failed}\n{said.getvalue()[-1000:]}"
-        finally:
-            for timer in timers:
-                timer.cancel()
-                timer.join()
+    def watch(self, rank: int, values: dict[str, Any]) -> None:
+        """Take in what a worker reports."""
+        self._pids[rank] = values["pid"]
+        if len(self._pids) == WORKERS:
+            self._timers = [threading.Timer(after_s, self._kill, [victim]) for victim, after_s in self._plan.items()]
+            for timer in self._timers:
+                timer.start()
+
+    def close(self) -> None:
+        """Kill nobody any more."""
+        for timer in self._timers:
+            timer.cancel()
+            timer.join()
 
     def _kill(self, rank: int) -> None:
+        at = time.time()
         with suppress(ProcessLookupError):  # It has ended just now.
-            self.killed[rank] = time.time()
-            os.kill(self.pids[rank], signal.SIGKILL)
+            os.kill(self._pids[rank], signal.SIGKILL)
+            self.killed[rank] = at
 
 
 def losses(
     num_kills: int,
     seed: int,
-    subjects: Sequence[ElasticSubject] = SUBJECTS,
+    chosen: Sequence[tuple[str, str]],
     *,
-    workers: int = 4,
     done: Callable[[LossOutcome], None] = lambda outcome: None,
 ) -> list[LossOutcome]:
-    """Kill workers of runs under each strategy: `num_kills` in all, one or two in a run."""
-    draw = random.Random(seed)
-    outcomes = []
-    for subject in subjects:
-        outcome = LossOutcome(subject.strategy, subject.transport)
-        undisturbed = _execute(subject, workers, {})
-        if undisturbed.results is None or undisturbed.results[0] is None:
-            raise RuntimeError(f"an undisturbed run under {subject.strategy} failed: {undisturbed.error}")
-        wanted = undisturbed.results[0]
+    """Kill workers of runs under each strategy over each transport: `num_kills` in all, one or two in a run."""
+    draw, outcomes = random.Random(seed), [LossOutcome(*subject) for subject in chosen]
+    with ExitStack() as stack:
+        lab = stack.enter_context(lab_for([Cell(*subject, NOTHING) for subject in chosen]))
+        matrix = Matrix(lab)
+        wanted = launch_run(Cell("ring", "sockets", NOTHING), None, _EPOCHS, _PAUSE_S).ends[0]
         span_s = wanted.step_ends[-1] - wanted.step_ends[0]
-        while outcome.kills < num_kills / len(subjects):
-            victims = draw.sample(range(workers), draw.choice((1, 2)))
-            run = _execute(subject, workers, {victim: draw.uniform(0, 0.95 * span_s) for victim in victims}, outcome)
-            outcome.runs += 1
-            outcome.kills += len(run.killed)
-            _judge(outcome, run, wanted, subject)
-            done(outcome)
-        outcomes.append(outcome)
+        while sum(each.kills for each in outcomes) < num_kills:
+            for outcome in outcomes:
+                if draw.random() < _OTHER_SHARE:
+                    _other(outcome, matrix, draw)
+                victims = draw.sample(range(WORKERS), draw.choice((1, 2)))
+                plan = {victim: draw.uniform(0, 0.95 * span_s) for victim in victims}
+                _kill(outcome, plan, lab, wanted.parameters)
+                done(outcome)
+                if sum(each.kills for each in outcomes) >= num_kills:
+                    break
     return outcomes
 
 
-def _execute(
-    subject: ElasticSubject, workers: int, plan: dict[int, float], outcome: LossOutcome | None = None
-) -> _KilledRun:
-    with tempfile.TemporaryDirectory(prefix="tutti-elastic-") as folder:
-        run = _KilledRun(ElasticSettings(subject.strategy, folder, _EPOCHS, _PAUSE_S), workers, plan)
-        run.execute(subject.transport)
-        if outcome is not None and not run.error:
-            outcome.misused += misused(Path(folder), _EPOCHS)
-    return run
+def _other(outcome: LossOutcome, matrix: Matrix, draw: random.Random) -> None:
+    """Run a cell of the matrix."""
+    possible = [each for each in _OTHER_FAULTS if outcome.transport == LAB or not FAULTS[each].only_lab]
+    found = matrix.run(Cell(outcome.strategy, outcome.transport, draw.choice(possible)))
+    outcome.others += 1
+    outcome.problems += [f"{found.cell.fault}: {problem}" for problem in found.problems]
 
 
-def _judge(outcome: LossOutcome, run: _KilledRun, wanted: ElasticResult, subject: ElasticSubject) -> None:
-    """Compare the end of a run with that of the undisturbed one, and take the times of its losses."""
-    left = [result for result in run.results or () if result is not None]
-    if run.error or not left:
-        outcome.problems.append(run.error or "no worker has come to the end")
-        return
-    largest = max(map(abs, wanted.parameters))
-    for result in left:
-        pairs = zip(result.parameters, wanted.parameters, strict=True)
-        difference = max(abs(got - want) for got, want in pairs) / largest
-        outcome.largest_difference = max(outcome.largest_difference, difference)
-        same = result.parameters == left[0].parameters and result.learning_rate == wanted.learning_rate
-        if not same or result.steps != wanted.steps or (subject.exact and difference > _TOLERANCE):
-            outcome.different += 1
-            outcome.problems.append(f"{result.steps} steps of {wanted.steps}, parameters differ by {difference}")
-            break
-    for at in run.killed.values():
-        after = [min((end for end in result.step_ends if end > at), default=None) for result in left]
-        if (ends := [end for end in after if end is not None]) and len(ends) == len(left):
-            outcome.seconds.append(max(ends) - at)
+def _kill(outcome: LossOutcome, plan: dict[int, float], lab: Lab | None, wanted: list[float]) -> None:
+    """Run with kills, and judge it."""
+    killer, cell = _Killer(plan), Cell(outcome.strategy, outcome.transport, NOTHING)
+    elastic = ElasticRun(minimum=1, maximum=WORKERS, restarts=0)
+    try:
+        seen = launch_run(cell, lab, _EPOCHS, _PAUSE_S, elastic, killer.watch)
+    finally:
+        killer.close()
+    outcome.runs += 1
+    outcome.kills += len(killer.killed)
+    # A worker may be killed after its part is done, with its result.
+    outcome.problems += judge(cell, seen, wanted, num_lost=len(killer.killed))
+    outcome.voided = max([outcome.voided, *(each.voided_steps for each in seen.ends)])
+    outcome.seconds += _times(seen, killer.killed)
+
+
+def _times(seen: SeenRun, killed: dict[int, float]) -> list[float]:
+    """Return the time from each kill to the next step of all survivors. None where they had no more steps to take."""
+    times = []
+    for at in killed.values():
+        after = [min((end for end in result.step_ends if end > at), default=None) for result in seen.ends]
+        if (ends := [end for end in after if end is not None]) and len(ends) == len(seen.ends):
+            times.append(max(ends) - at)
+    return times

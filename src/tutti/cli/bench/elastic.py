@@ -1,23 +1,41 @@
 """`tutti bench elastic`: what does the loss of a worker cost, and does training end where it would have ended?"""
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.status import Status
 
 from tutti.bench.models import MODEL_NAMES, check_model_names
-from tutti.cli.bench.output import format_ms, plain_table
+from tutti.cli.bench import elastic_losses
+from tutti.cli.bench.output import format_ms
 from tutti.cli.json_file import check_writable, write_json
-from tutti.cli.options import JsonFile
+from tutti.cli.options import JsonFile, split_list
+from tutti.errors import ConfigError
 
-if TYPE_CHECKING:
-    from tutti.bench.elastic.kills import LossOutcome
+PARTS = {
+    "kills": "kills of workers at random moments, and some other faults, under all strategies and transports",
+    "cost": "the cost of being able to lose a worker, while none is lost",
+    "matrix": "each strategy over each transport with each fault, about 10 minutes",
+}
+_DEFAULT = ("kills", "cost")
 
 
 def elastic(
-    kills: Annotated[int, typer.Option(help="Number of kills, divided between the strategies.", min=1)] = 100,
-    workers: Annotated[int, typer.Option("--workers", "-n", help="Number of workers.", min=3)] = 4,
+    parts: Annotated[
+        str,
+        typer.Option(help=f"Comma-separated parts: {'; '.join(f'{name}: {text}' for name, text in PARTS.items())}."),
+    ] = ",".join(_DEFAULT),
+    kills: Annotated[
+        int, typer.Option(help="Number of kills, divided between strategies and transports.", min=1)
+    ] = 100,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated words, such as 'ring,lab': the strategies, transports and faults with them."
+        ),
+    ] = None,
     model: Annotated[
         str, typer.Option(help=f"Model for the cost without losses: {', '.join(MODEL_NAMES)}.")
     ] = "mlp-0.1M",
@@ -27,56 +45,39 @@ def elastic(
 ) -> None:
     """Kill workers of elastic runs at random moments, and compare the end with that of an undisturbed run.
 
-    Example: tutti bench elastic --kills 40 --workers 3
-    """
-    from tutti.bench.elastic.kills import QUICK, SUBJECTS, losses
+    Hosts of a lab are among the transports where labs are possible (`tutti lab`). The status is 1 if a run did not
+    keep what its strategy promises.
 
+    Example: tutti bench elastic --kills 40 --only lab
+    """
     check_writable(json_file)
     check_model_names([model])
-    console = Console()
-    with console.status("killing workers") as status:
-
-        def done(outcome: "LossOutcome") -> None:
-            status.update(f"killing workers under {outcome.strategy}: {outcome.kills} so far")
-
-        outcomes = losses(4 if quick else kills, seed, QUICK if quick else SUBJECTS, workers=workers, done=done)
-        status.update("timing steps without losses")
-        cost = _cost(model)
-    table = plain_table("Losses: milliseconds from the kill to the next step of all survivors; and the end of the runs")
-    for heading in (
-        "strategy",
-        "transport",
-        "kills",
-        "runs",
-        "median ms",
-        "slowest ms",
-        "samples",
-        "results",
-        "differ by",
-    ):
-        table.add_column(heading, justify="left" if heading in ("strategy", "transport") else "right")
-    for each in outcomes:
-        times = format_ms(each.median_s), format_ms(each.slowest_s)
-        counts = map(str, (each.misused, each.different))
-        row = (str(each.kills), str(each.runs), *times, *counts, f"{each.largest_difference:.0e}")
-        table.add_row(each.strategy, each.transport, *row)
-    console.print(table)
-    console.print("samples: not used exactly once; results: runs that did not end as they should", highlight=False)
-    for each in outcomes:
-        for problem in each.problems:
-            console.print(f"{each.strategy}: {problem}", markup=False, highlight=False)
-    console.print(
-        f"Without losses, {cost['model']}, 2 workers: {1e6 * cost['ready_s']:.1f} µs of a step of "
-        f"{format_ms(cost['step_s'])} ms, {100 * cost['share']:.2f} %",
-        highlight=False,
-    )
-    write_json(json_file, [*map(asdict, outcomes), cost])
+    chosen, words = split_list(parts), split_list(only) if only else []
+    if unknown := [part for part in chosen if part not in PARTS]:
+        raise ConfigError(f"no part of this benchmark is called '{unknown[0]}'. Known: {', '.join(PARTS)}.")
+    console, rows = Console(), []
+    with console.status("starting") as status:
+        if "kills" in chosen:
+            rows += elastic_losses.kills(console, status, 4 if quick else kills, seed, words, quick=quick)
+        if "matrix" in chosen:
+            rows += elastic_losses.matrix(console, status, words)
+        if "cost" in chosen:
+            rows += _cost(console, status, model)
+    write_json(json_file, rows)
+    if any(row.get("problems") for row in rows):
+        raise typer.Exit(1)
 
 
-def _cost(model: str) -> dict[str, Any]:
+def _cost(console: Console, status: Status, model: str) -> list[dict[str, Any]]:
     from tutti.bench.elastic.cost import measure
     from tutti.launch.control_settings import ELASTIC
     from tutti.launch.local import supervise
 
+    status.update("timing steps without losses")
     found = supervise(measure, (model,), 2, {ELASTIC: "2:2"}).run()[0]
-    return {**asdict(found), "share": found.share}
+    console.print(
+        f"Without losses, {found.model}, 2 workers: {1e6 * found.ready_s:.1f} µs of a step of "
+        f"{format_ms(found.step_s)} ms, {100 * found.share:.2f} %",
+        highlight=False,
+    )
+    return [{"part": "cost", **asdict(found), "share": found.share}]
