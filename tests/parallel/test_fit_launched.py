@@ -164,8 +164,7 @@ print("steps", [epoch.steps for epoch in history])
 def test_ctrl_c_saves_and_the_next_call_continues(tmp_path: Path, workers: str) -> None:
     script, folder = tmp_path / "script.py", tmp_path / "run"
     script.write_text(SCRIPT)
-    # A real interpreter: one that is warm handles Ctrl-C in its own way.
-    command = [sys.executable, str(script), str(folder)]
+    command = [*warm.python(), str(script), str(folder)]
     with subprocess.Popen(
         [*command, "slow", workers], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

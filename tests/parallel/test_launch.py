@@ -334,14 +334,36 @@ def test_no_workers(workers: int) -> None:
 
 
 def test_function_without_a_name() -> None:
-    with pytest.raises(ConfigError, match=r"lambda.*Define the function at the top level of a file") as caught:
-        tutti.launch(lambda: 1)
-    assert caught.value.__cause__ is not None
+    """It goes to workers by value, with the local values that it uses; and so does a result of a local class."""
+
+    class Found(NamedTuple):
+        rank: int
+
+    offset = 10
+    results = tutti.launch(lambda factor: Found(factor * tutti.init().rank + offset), 2)
+    assert results == [Found(10), Found(12)]
+    assert type(results[0]) is Found
 
 
 def test_argument_that_cannot_be_sent() -> None:
-    with pytest.raises(ConfigError, match=r"without_init.*pass plain values"):
+    with pytest.raises(ConfigError, match=r"without_init.*Pass values that can be pickled") as caught:
         tutti.launch(without_init, threading.Lock())
+    assert caught.value.__cause__ is not None
+
+
+def test_script_with_a_local_function(tmp_path: Path) -> None:
+    """What the script defines at its top level stays a name, so that the worker's own class is used."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import tutti\n"
+        "class Value:\n    pass\n"
+        "def main():\n"
+        "    print(tutti.launch(lambda value: type(value).__module__ + str(tutti.init().rank), Value()))\n"
+        "if __name__ == '__main__':\n    main()\n"
+    )
+    with started_warm(str(script)) as process:
+        output, _ = process.communicate(timeout=40)
+    assert output.splitlines()[-1] == "['__mp_main__0', '__mp_main__1']", output
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
