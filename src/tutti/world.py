@@ -27,6 +27,8 @@ class WorldUsage:
 
     num_jobs: int = 0
     """Models that were distributed."""
+    num_data: int = 0
+    """What `shard` has returned."""
     exchanges: WeakSet[Exchange] = field(default_factory=WeakSet)
     """Those of the jobs that are not finished. Weak: a job may be dropped without `finish`."""
 
@@ -57,6 +59,10 @@ class Regrouping(Protocol):
 
     def boundary(self, *, at_end: bool = False) -> None:
         """This rank is between two batches, or behind the last of a loop: change the ranks, if it is time."""
+        ...
+
+    def arrived(self) -> None:
+        """This rank is behind the last batch, as the others are: it may have joined too late for one."""
         ...
 
     def call(self, name: str, value: Any, combine: Combine, *, elastic: bool) -> Any:
@@ -94,6 +100,8 @@ class Elasticity:
 
     member: ElasticMember
     connections: Connections
+    requested: Callable[[], int]
+    """Returns the number of the signal that asked this process to stop; 0 if none did."""
     is_new: bool
     """Whether this process comes to a world that has begun without it, and has distributed no model yet."""
     has_joined: bool = False

@@ -61,7 +61,7 @@ def test_nothing_to_do(text: str) -> None:
         ("leave 0 at 1s; leave any at 2s; leave any at 3s", 10, 0, "could leave no worker at all"),
         ("kill 3 at 1s", 1, 0, "the run starts workers 0 to 2"),
         ("cut host 0 for 1s", 1, 0, "only hosts of a lab can be cut off"),
-        ("cut host 2 for 1s", 1, 2, "the lab has hosts 0 to 1"),
+        ("cut host 2 for 1s", 1, 2, "the hosts are 0 to 1"),
     ],
 )
 def test_what_cannot_be_done_in_a_run(text: str, restarts: int, hosts: int, message: str) -> None:
@@ -85,7 +85,7 @@ class Targets:
     def slots(self) -> list[int]:
         return self.there
 
-    def can_end(self) -> bool:
+    def can_end(self, slot: int, *, leaves: bool) -> bool:
         return self.may_end
 
     def signal(self, slot: int, sign: signal.Signals) -> None:

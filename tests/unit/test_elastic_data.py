@@ -4,7 +4,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import count
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -33,6 +32,12 @@ class Regrouping:
         if self.change is not None:
             change, self.change = self.change, None
             change()
+
+    def arrive(self) -> None:
+        return
+
+    def arrived(self) -> None:
+        return
 
 
 @dataclass
@@ -74,7 +79,7 @@ class Rank:
     def __post_init__(self) -> None:
         self.regrouping = Regrouping()
         self.world.elastic = SimpleNamespace(  # type: ignore[assignment]
-            data=set(), data_states=self.states, regrouping=self.regrouping
+            data=set(), data_states=self.states, regrouping=self.regrouping, has_joined=False
         )
         self.data = self.case.shard(self.world)
         self.loop = self._loop()
@@ -234,7 +239,7 @@ def test_a_world_whose_ranks_stay_the_same_keeps_no_trail() -> None:
 def elastic_world(states: list[dict[str, Any]]) -> World:
     """The world of a rank that has missed what these states have."""
     (world,) = worlds(1)
-    world.elastic = SimpleNamespace(data=set(), data_states=states, regrouping=Regrouping())  # type: ignore[assignment]
+    world.elastic = SimpleNamespace(data=set(), data_states=states, regrouping=Regrouping(), has_joined=False)  # type: ignore[assignment]
     return world
 
 
@@ -265,10 +270,8 @@ STARTS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("start", STARTS)
 def test_data_made_before_the_others_state_has_come_continues_from_it(start: str) -> None:
-    with patch("tutti.data.elastic_data._numbers", count()):
-        others = advanced(23, loader_of(elastic_world([])))
-    with patch("tutti.data.elastic_data._numbers", count()):
-        data = loader_of(world := elastic_world([]))
+    others = advanced(23, loader_of(elastic_world([])))
+    data = loader_of(world := elastic_world([]))
     world.elastic.data_states = [others.export()]  # type: ignore[union-attr]
     STARTS[start](data)
     left = [batch.tolist() for (batch,) in data]
@@ -280,10 +283,8 @@ def test_data_made_before_the_others_state_has_come_continues_from_it(start: str
 
 
 def test_a_saved_position_is_that_of_the_others_before_the_first_loop() -> None:
-    with patch("tutti.data.elastic_data._numbers", count()):
-        others = advanced(13, loader_of(elastic_world([])))
-    with patch("tutti.data.elastic_data._numbers", count()):
-        data = loader_of(world := elastic_world([]))
+    others = advanced(13, loader_of(elastic_world([])))
+    data = loader_of(world := elastic_world([]))
     world.elastic.data_states = [others.export()]  # type: ignore[union-attr]
     world.elastic.regrouping = None  # type: ignore[union-attr]
     assert state_of([data])["positions"] == [[1, 3]]
@@ -292,17 +293,17 @@ def test_a_saved_position_is_that_of_the_others_before_the_first_loop() -> None:
 @pytest.mark.parametrize("same_order", [True, False])
 def test_data_that_looks_the_same_continues_by_its_number(same_order: bool) -> None:
     """The others have begun to iterate over the second of two loaders before the first."""
-    with patch("tutti.data.elastic_data._numbers", count()):
-        others = [advanced(3, loader_of(elastic_world([]))), advanced(17, loader_of(elastic_world([]), 100))]
+    others = [advanced(3, loader_of(elastic_world([]))), advanced(17, loader_of(elastic_world([]), 100))]
+    others[1].number = 1
     states = [data.export() for data in (others if same_order else reversed(others))]
-    with patch("tutti.data.elastic_data._numbers", count()):
-        world = elastic_world(states)
-        data = [loader_of(world), loader_of(world, 100)]
+    world = elastic_world(states)
+    data = [loader_of(world), loader_of(world, 100)]
     assert [each.position for each in data] == [(0, 3), (1, 7)]
 
 
 def test_data_made_in_another_order_continues_when_its_loop_begins() -> None:
     others = advanced(13, loader_of(elastic_world([])))
+    others.number = 1
     data = loader_of(world := elastic_world([others.export()]))
     unlike = tutti.shard(TensorDataset(torch.arange(20)), world=world)
     assert data.epoch == 0, "data that is made later may be the one"

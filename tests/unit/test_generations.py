@@ -287,11 +287,23 @@ def test_there_is_no_room_beyond_the_maximum() -> None:
     for rank in (3, 4):
         run.hello(rank)
         told = run.enter(rank)
+    assert plain(told) == [], "one of the others may be lost, without anybody knowing it yet"
+    told = run.wait(3.0)
     assert plain(told) == [("m4", "conflict")]
     assert "4 workers, which is its maximum" in told[0][1]["reason"]
     run.lose(3)
     run.hello(5)
     assert "change" not in {message["op"] for _, message in run.enter(5)}, "it was asked for already"
+
+
+def test_one_that_replaces_a_lost_worker_may_come_before_the_loss_is_known() -> None:
+    run = ElasticRun(4)
+    run.hello(4)
+    assert run.enter(4) == [], "the others are not stopped for it"
+    assert ("m4", "conflict") not in {(to, message["op"]) for to, message in run.wait(1.0)}
+    run.lose(2)
+    told = [each for rank in (0, 1, 3) for each in run.enter(rank, after=0)]
+    assert formed(told) == everyone(1, 0, 1, 3, 4)
 
 
 def test_a_new_member_that_is_lost_is_not_waited_for() -> None:

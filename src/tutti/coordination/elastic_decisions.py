@@ -40,6 +40,8 @@ _SETTLE_S = 1.0
 """How long the first generation waits for more members after the last one that came, once it has the minimum."""
 _TOO_FEW_S = 2.0
 """How long a generation with too few members waits, after the last one that asked, for launchers to notice losses."""
+_FULL_S = 2.0
+"""How long a new member waits for a place: one that it replaces may be lost already, and not be known to be."""
 TRAINING_HAS_ENDED = "the training has ended"
 """The reason that a new member gets which comes too late."""
 WORKERS_ARE_LOST = "all workers that this one was to join are lost"
@@ -62,7 +64,7 @@ def begin(world: ElasticWorld, now: float, started: float, patience_s: float) ->
     started_first = {rank for rank in ranks.values() if rank < world.expected}
     enough = max(world.minimum, min(world.expected, world.maximum))
     if len(started_first) >= enough or (settled and len(come) >= world.minimum):
-        _form(world, sorted(come[: world.maximum], key=ranks.__getitem__), too_few=False)
+        _form(world, sorted(come[: world.maximum], key=ranks.__getitem__), too_few=False, now=now)
     elif now - max(world.asked_at, started) >= patience_s:
         # They were told by a coordinator before this one that the world runs, and nobody of it has come.
         for member in world.newcomers():
@@ -83,14 +85,15 @@ def advance(world: ElasticWorld, more_come: bool, now: float) -> None:
         _end_world(world)
         return
     _refuse_doubters(world, living)
-    _answer_requests(world, len(living))
+    _answer_requests(world, len(living), now)
     if all(member in world.requests for member in living):
         # In the middle of a collective call nobody can join, who would have to begin with a batch.
         in_call = any(world.requests[member].info.get("in_call") for member in living)
-        chosen = [*_release(world, living), *([] if in_call else world.newcomers())]
+        staying = _release(world, living)
+        chosen = [*staying, *([] if in_call else _with_place(world, len(staying)))]
         too_few = len(chosen) < world.minimum and not world.is_finished
         if not too_few or not (more_come or now - world.asked_at < _TOO_FEW_S):
-            _form(world, chosen, too_few)
+            _form(world, chosen, too_few, now)
     elif _should_end(world, living):
         _end(world, living)
 
@@ -152,7 +155,7 @@ def _refuse_doubters(world: ElasticWorld, living: list[str]) -> None:
         world.refuse(member, "it has heard that a worker is lost, and that one is here")
 
 
-def _answer_requests(world: ElasticWorld, num_living: int) -> None:
+def _answer_requests(world: ElasticWorld, num_living: int, now: float) -> None:
     """Answer members that have missed something, and those for which there is no place."""
     for member, request in list(world.requests.items()):
         if member in world.members and request.after < world.number:
@@ -165,14 +168,21 @@ def _answer_requests(world: ElasticWorld, num_living: int) -> None:
             del world.requests[member]
             world.announced.add(member)
             world.there.send(member, {"op": "running", "scope": world.scope, "size": len(world.members)})
-    for member in world.newcomers()[max(0, world.maximum - num_living) :]:
-        world.refuse(member, f"the job has {world.maximum} workers, which is its maximum")
+    placed = _with_place(world, num_living)
+    for member in world.newcomers():
+        if member not in placed and now - world.requests[member].at >= _FULL_S:
+            world.refuse(member, f"the job has {world.maximum} workers, which is its maximum")
+
+
+def _with_place(world: ElasticWorld, num_living: int) -> list[str]:
+    """Return new members that wait and for which there is a place, the first one first."""
+    return world.newcomers()[: max(0, world.maximum - num_living)]
 
 
 def _should_end(world: ElasticWorld, living: list[str]) -> bool:
     """Return whether the present generation should end, although nothing ends it by itself."""
     return (
-        bool(world.newcomers())
+        bool(_with_place(world, len(living)))
         or any(world.wants.get(member) == world.number for member in living)
         or any(world.boundary(member) is not None for member in living)  # Somebody was asked, and waits.
         # Strategies that go on without lost ranks end the generation where all can stop.
@@ -193,7 +203,7 @@ def _end(world: ElasticWorld, living: list[str]) -> None:
             world.tell(member, "switch", number=world.number, steps=world.switch)
 
 
-def _form(world: ElasticWorld, chosen: list[str], too_few: bool) -> None:
+def _form(world: ElasticWorld, chosen: list[str], too_few: bool, now: float) -> None:
     requests = {member: world.requests[member] for member in chosen}
     described = [world.there.describe(each) for each in chosen]
     members = [
@@ -216,4 +226,4 @@ def _form(world: ElasticWorld, chosen: list[str], too_few: bool) -> None:
     world.there.meet(f"{world.scope}.{number}", described)
     for member in chosen:
         world.there.send(member, announcement)
-    _answer_requests(world, len(chosen))
+    _answer_requests(world, len(chosen), now)

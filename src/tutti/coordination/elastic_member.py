@@ -13,6 +13,10 @@ training thread computes or waits for another rank: so the answer never has to w
 training thread does not pass that place before it knows where all stop (`switch`), which is at or behind it. No rank
 can be needed by others before that: the others answer as soon as they are asked, too.
 
+A rank that has no more steps (`comes_to_end`) waits for the others to come to the end as well. From then on it answers
+that it can stop behind all steps (`_END`), so that the others take theirs first. If it had answered before, with its
+last step, the others may stop there: then it goes with them.
+
 A coordinator that was started anew gets from the outbox: that this process asks for a generation (`enter`) or is in one
 (`belongs`), never both. The thread of the connection changes the one into the other as soon as the generation is told,
 so that no coordinator takes an old request for one for the generation after it. It also gets what this process has
@@ -37,6 +41,9 @@ from tutti.coordination.elastic_decisions import TRAINING_HAS_ENDED, WORKERS_ARE
 from tutti.coordination.frames import Message
 from tutti.coordination.member import Member, check_coordinator
 from tutti.errors import DeadlineExceeded, EnvironmentConflict, RankLost, TrainingEnded
+
+_END = 1 << 40
+"""The number of steps behind which ranks stop that have no more; no generation has as many."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,8 @@ class ElasticMember:
         """The generation that this process is in."""
         self._lock = threading.Lock()
         self._steps = 0
+        self._is_at_end = False
+        """Whether this process has no more steps in this generation."""
         self._answered: int | None = None
         """The number of steps with which this process has answered, in this generation."""
         self._confirming = threading.RLock()
@@ -159,7 +168,7 @@ class ElasticMember:
         with self._lock:
             number = message["number"]
             self.generation = Generation(number, f"{self.name}.{number}", members, bool(message["too_few"]))
-            self._steps, self._answered = 0, None
+            self._steps, self._answered, self._is_at_end = 0, None, False
         self.member.outbox.withdraw(("boundary", self.name), ("want", self.name))
         self._changed()  # It may be asked for a boundary already.
 
@@ -190,6 +199,24 @@ class ElasticMember:
                 return True
             self._steps += 1
             return False
+
+    def comes_to_end(self) -> bool:
+        """This process has no more steps. Return whether this generation ends before all have come to their end."""
+        with self._lock:
+            self._is_at_end = True
+            if self._answered is None:
+                return False
+        self._wait(lambda: self._switch is not None)
+        stop = self._switch
+        assert stop is not None
+        with self._lock:
+            self._steps = max(self._steps, stop)  # It stops at the next place, however many steps others take.
+        return stop < _END
+
+    def all_are_at_end(self) -> None:
+        """All that are left have come to the end of their steps: this generation can end, but need not."""
+        with self._lock:
+            self._steps = _END
 
     def leave(self) -> None:
         """Have the present generation end soon, because this process wants to leave."""
@@ -258,7 +285,7 @@ class ElasticMember:
             if self.generation is None:
                 return
             if self._answered is None and known.changes.get(name) == self.number:
-                self._answered = self._steps
+                self._answered = _END if self._is_at_end else self._steps
             elif self._answered is None or self._switch is None or self._switch <= self._answered:
                 return
             else:

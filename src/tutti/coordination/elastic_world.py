@@ -34,6 +34,8 @@ class MemberRequest:
     """The generation that it was in; -1 if it is new."""
     ready: bool
     info: dict[str, Any]
+    at: float = 0.0
+    """When it has said so."""
 
 
 @dataclass(eq=False)

@@ -79,7 +79,7 @@ class GenerationTable:
         if len(json.dumps(info)) > LONGEST_INFO:
             raise ProtocolError(f"a member enters with values of {LONGEST_INFO} bytes at most")
         if (world := self._world(member, message)) is not None:
-            world.enter(member, MemberRequest(after, bool(message["ready"]), info), now)
+            world.enter(member, MemberRequest(after, bool(message["ready"]), info, now), now)
             self._advance(world, now)
 
     def belongs(self, member: str, message: Message, now: float) -> None:

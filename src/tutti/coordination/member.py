@@ -41,8 +41,8 @@ connect (`tutti.coordination.link`)."""
 class Member:
     """This process as a member of its job."""
 
-    def __init__(self, description: MemberDescription) -> None:
-        self.description = description
+    def __init__(self, description: MemberDescription, clock: Callable[[], float] = time.monotonic) -> None:
+        self.description, self.clock = description, clock
         self.place = "the coordinator"
         """Where the coordinator is, for messages."""
         self.secret: Secret | None = None
@@ -59,7 +59,7 @@ class Member:
         """Whether the coordinator is in the process of a rank, and so ends with it for good."""
         self.away_since: float | None = None
         """When the coordinator went away; None while it is there."""
-        self.answered_at = time.monotonic()
+        self.answered_at = clock()
         """When the coordinator's host last showed that it can be reached."""
         self.num_changes = 0
         """Grows with everything that is received: who waits sees by it that something may have changed."""
@@ -188,11 +188,11 @@ class Member:
 
     def wait(self, over: Callable[[], bool], check: Callable[[], None], timeout_s: float) -> bool:
         """Wait until `over`; return False after `timeout_s`. Ended by `received`, and by what `check` raises."""
-        deadline = time.monotonic() + timeout_s
+        deadline = self.clock() + timeout_s
         while not over():
             self.check()
             check()
-            left_s = deadline - time.monotonic()
+            left_s = deadline - self.clock()
             if left_s <= 0:
                 return False
             with self._changed:
@@ -210,7 +210,7 @@ class Member:
     def detach(self) -> None:
         """There is no connection: messages are kept for the next one."""
         if self.connected:
-            self.away_since = time.monotonic()
+            self.away_since = self.clock()
         self.connected = False
         self.outbox.detach()
 
@@ -251,7 +251,7 @@ class Member:
 def check_coordinator(member: Member) -> None:
     """Raise `RankLost` if the coordinator is gone, and with it the rank that served it."""
     since = member.away_since
-    if member.is_served_by_rank and since is not None and time.monotonic() - since > member.patience_s:
+    if member.is_served_by_rank and since is not None and member.clock() - since > member.patience_s:
         raise RankLost(
             f"rank {member.description.rank}: {member.place} has been gone for {member.patience_s:g} s, and with it "
             "the rank in whose process it was. See the output of rank 0."
@@ -265,8 +265,8 @@ def confirm(member: Member) -> None:
     coordinator answers, or when its host shows that it can be reached; or when the process is found to be cut off; or,
     if the coordinator is stopped, after a time in which a cut would have been found.
     """
-    asked_at = time.monotonic()
+    asked_at = member.clock()
     while not member.sync(_CHECK_S):
         reachable = not member.connected and member.answered_at > asked_at
-        if reachable or time.monotonic() - asked_at > member.patience_s + _CUT_FOUND_S:
+        if reachable or member.clock() - asked_at > member.patience_s + _CUT_FOUND_S:
             return

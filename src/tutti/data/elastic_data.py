@@ -3,36 +3,25 @@
 How it works
 ------------
 Ranks change between two batches of a loop (`_between_batches`), which the loop asks for after each. A loop then starts
-again with its new share (`_through_changes`). At the end of the last loop a rank waits for the others (`_comes_back`),
+again with its new share (`_through_changes`). At the end of the last loop a rank waits for the others (`end_of_data`),
 which may leave it something. The job asks for positions, and sets new ones (`tutti.job.elastic`).
 
 A rank that has joined, or was behind before its first loop, gets the positions of the others as states
 (`Elasticity.data_states`): it cannot know to which data they belong before that data is made or iterated over. Each
 state is taken once, by data of the same number, or by the first that fits when a loop begins.
 
-Only the thread of the training loop is here. The waits are those of collective calls, and `_comes_back`.
+Only the thread of the training loop is here. The waits are those of collective calls, and `end_of_data`.
 """
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from itertools import count
 from typing import Any
 
 from tutti.data.cursor import Cursor, Iteration
+from tutti.data.end_of_data import EndOfData
 from tutti.data.trail import Trail
 from tutti.errors import ReplicaMismatch
 from tutti.world import World
-
-_LOOK_S = 0.002
-"""How often a rank at the end of its data looks whether ranks change, after a loss."""
-
-_numbers = count()
-
-
-class _RanksHaveChanged(Exception):
-    """Ends a wait for ranks that are others now."""
 
 
 class ElasticData(ABC):
@@ -41,8 +30,9 @@ class ElasticData(ABC):
     def __init__(self, world: World, cursor: Cursor) -> None:
         self._world = world
         self._cursor = cursor
-        self.number = next(_numbers)
-        """Its number among all that this process has made, in the order in which it made them."""
+        self.number = world.usage.num_data
+        """Its number among all that this process has made in its world, in the order in which it made them."""
+        world.usage.num_data += 1
         self._last_epoch: int | None = None
         """The last epoch of the run, if `epochs` was told."""
         self._loop_regroupings = 0
@@ -115,41 +105,15 @@ class ElasticData(ABC):
             current = cursor.start()
 
     def _comes_back(self, loop_epoch: int) -> bool:
-        """At the end of the last loop, wait for the other ranks; return whether one was lost and has left something.
-
-        Ended by the other ranks, which come to this place too, or are lost. Then the coordinator has ranks change,
-        which is waited for.
-        """
-        elastic, counts = self._world.elastic, self._world.sample_counts
+        """At the end of a loop, wait for the other ranks if it is the last; return whether something is left."""
         is_last = loop_epoch == self._last_epoch and not self._cursor.is_iterated
-        if elastic is None or elastic.regrouping is None or not is_last or not counts.in_training:
-            return False
-        if all(exchange.equal_after_steps for exchange in self._world.usage.exchanges):
-            return False  # All ranks take their last step together.
-        before = self._cursor.num_regroupings
-        try:
-            present = self._world.collective(lambda: self._who_is_at_the_end(before))
-        except _RanksHaveChanged:
-            present = None
-        deadline_s = time.monotonic() + self._world.transport.timeout.total_seconds()
-        while present is not None and len(present) < self._world.size and self._cursor.num_regroupings == before:
-            self._world.boundary()
-            if time.monotonic() > deadline_s:
-                break
-            time.sleep(_LOOK_S)
-        return self._cursor.num_regroupings != before and self._cursor.goes_on(loop_epoch)
+        return is_last and EndOfData(self._world, self._cursor).wait(loop_epoch)
 
-    def _who_is_at_the_end(self, num_regroupings: int) -> list[int]:
-        """Return the ranks that have come to the end of the last loop. Collective."""
-        if self._cursor.num_regroupings != num_regroupings:
-            raise _RanksHaveChanged  # What a lost rank has left comes first.
-        exchanges = list(self._world.usage.exchanges)
-        elastic = any(exchange.tolerates_loss for exchange in exchanges)  # Else a loss ends the wait.
-        with ExitStack() as waits:
-            for exchange in exchanges:
-                waits.enter_context(exchange.out_of_data())
-            present: list[int] = self._world.calls.call("the end of the data", None, sorted, elastic=elastic)
-            return present
+    def _joins_at_the_end(self) -> bool:
+        """On a rank that has joined behind the last loop, wait for the others; return whether something is left."""
+        assert self._last_epoch is not None
+        self._cursor.loop_epoch = self._last_epoch
+        return self._cursor.goes_on(self._last_epoch) or self._comes_back(self._last_epoch)
 
     # For `tutti.job.elastic`, while the ranks of an elastic world change.
 

@@ -45,9 +45,15 @@ class ShardedData(ElasticData):
         """
         self._come_to_others(of_any_number=True)
         self._last_epoch = num_epochs - 1
-        for epoch in range(self.epoch, num_epochs):
+        first = self.epoch
+        for epoch in range(first, num_epochs):
             self.set_epoch(epoch)
             yield self
+        elastic = self._world.elastic
+        if elastic is not None and elastic.regrouping is not None:
+            elastic.regrouping.arrived()
+            if elastic.has_joined and first >= num_epochs and self._joins_at_the_end():
+                yield self
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of all ranks in the data: the samples whose steps were taken. Collective.

@@ -223,6 +223,8 @@ class Job(CollectiveValues, JobCheckpoints, JobMembership, JobProgress, Synchron
             refuse_on_membership(self.world)
             self._was_leader = self.is_leader  # Asked while peers are still known.
             self._finished = True
+            if self.world.elastic is not None and self.world.elastic.regrouping is not None:
+                self.world.elastic.regrouping.arrived()
             try:
                 with self.world.waiting(self._exchange):
                     self.world.collective(self._finish_exchange)

@@ -80,7 +80,7 @@ class Chaos:
                 if not hosts:
                     mistakes.append(f"'{rule.text}': only hosts of a lab can be cut off (--lab hosts=2)")
                 elif rule.target is not None and rule.target >= hosts:
-                    mistakes.append(f"'{rule.text}': the lab has hosts 0 to {hosts - 1}")
+                    mistakes.append(f"'{rule.text}': the hosts are 0 to {hosts - 1}")
             elif rule.target is not None and rule.target >= workers:
                 mistakes.append(f"'{rule.text}': the run starts workers 0 to {workers - 1}")
         if self._may_end_all(workers, restarts):

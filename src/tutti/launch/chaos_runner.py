@@ -26,8 +26,8 @@ class ChaosTargets(Protocol):
         """Places in which a worker runs."""
         ...
 
-    def can_end(self) -> bool:
-        """Whether a worker may be ended without ending the run."""
+    def can_end(self, slot: int, *, leaves: bool) -> bool:
+        """Whether a worker may be lost, or leave, without ending the run."""
         ...
 
     def signal(self, slot: int, sign: signal.Signals) -> None:
@@ -74,6 +74,11 @@ class ChaosRunner:
             after_s = (rule.at_s or 0.0) if rule.every_s is None else self._interval(rule.every_s)
             self._plan(now + after_s, rule)
 
+    @property
+    def next_due(self) -> float | None:
+        """When there is something to do next, by the clock; None for never."""
+        return self._due[0][0] if self._due else None
+
     def act(self) -> None:
         """Do what is due."""
         while self._due and self._due[0][0] <= self._clock():
@@ -111,7 +116,7 @@ class ChaosRunner:
             self._show(f"chaos: {rule.text}: no such worker runs now")
             return
         assert slot is not None
-        if rule.action in ("kill", "leave") and not self._targets.can_end():
+        if rule.action in ("kill", "leave") and not self._targets.can_end(slot, leaves=rule.action == "leave"):
             self._show(f"chaos: {rule.text}: left out, because it is the last worker")
             return
         self._show(f"chaos: {rule.action} the worker in place {slot}" + _for(rule))

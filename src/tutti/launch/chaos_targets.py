@@ -15,8 +15,8 @@ class ChangeableWorkers(Protocol):
         """Return the workers that run."""
         ...
 
-    def can_end_one(self) -> bool:
-        """Whether a worker may be ended without ending the run."""
+    def can_end_one(self, slot: int, *, leaves: bool) -> bool:
+        """Whether a worker may be lost, or leave, without ending the run."""
         ...
 
     def add(self, count: int) -> tuple[bool, str]:
@@ -34,9 +34,9 @@ class RunTargets:
         """Return the places in which a worker runs."""
         return sorted(worker.slot for worker in self._workers.running())
 
-    def can_end(self) -> bool:
-        """Whether a worker may be ended without ending the run."""
-        return self._workers.can_end_one()
+    def can_end(self, slot: int, *, leaves: bool) -> bool:
+        """Whether a worker may be lost, or leave, without ending the run."""
+        return self._workers.can_end_one(slot, leaves=leaves)
 
     def signal(self, slot: int, sign: signal.Signals) -> None:
         """Send a signal to the worker in a place, and to all that it has started."""

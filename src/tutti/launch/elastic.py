@@ -12,6 +12,7 @@ from tutti.coordination.elastic_member import ElasticMember, Generation, WorldLi
 from tutti.coordination.link import ConnectedMember
 from tutti.coordination.member import Member, confirm
 from tutti.errors import ConfigError
+from tutti.job.checkpoints.signals import requested
 from tutti.launch import mpi
 from tutti.launch.connect import connect
 from tutti.launch.control_plane import have_host_observed, member_of_run
@@ -54,7 +55,7 @@ def join_elastic(environment: RankEnvironment, limits: tuple[int, int], kind: st
     elastic = ElasticMember(member, name, found)
     connections = _Connections(environment, member, kind)
     generation = elastic.enter({}, ready=False, timeout=limit)
-    elasticity = Elasticity(elastic, connections, is_new=generation is None)
+    elasticity = Elasticity(elastic, connections, requested, is_new=generation is None)
     if generation is None:
         size = member.known.running[elastic.name] + 1
         transport, rank = _alone(member), environment.rank

@@ -1,6 +1,6 @@
 """`ElasticRun`: how the workers of a run may come and go, as `tutti run` and `tutti.launch` are told."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tutti.errors import ConfigError
 from tutti.launch.chaos import Chaos
@@ -58,3 +58,19 @@ def parse_workers(workers: Workers, name: str) -> int | ElasticRun | None:
         return int(text)
     minimum, maximum = parse_worker_range(text, name)
     return ElasticRun(minimum=minimum, maximum=maximum)
+
+
+def with_chaos(workers: int | str | tuple[int, int] | ElasticRun, chaos: str | Chaos | None) -> int | ElasticRun:
+    """Return a number of workers, or how they may come and go, with failures that are caused on purpose.
+
+    Where failures are given, a plain number stands for 1 worker up to that many.
+    """
+    found = parse_workers(workers, "workers")
+    assert found is not None
+    if chaos is None:
+        return found
+    if not isinstance(found, ElasticRun):
+        if found < 2:
+            raise ConfigError(f"chaos needs 2 workers or more, of which some may be lost, got {found}.")
+        found = ElasticRun(minimum=1, maximum=found)
+    return replace(found, chaos=Chaos.parse(chaos) if isinstance(chaos, str) else chaos)

@@ -15,7 +15,11 @@ from tutti.errors import ConfigError, NonFiniteLoss, RankLost, TooFewWorkers, Tr
 from tutti.launch.command import die_with
 from tutti.launch.supervisor_pipe import IMPORTING, PARENT, Failure, SupervisorPipe
 
-_STARTERS = ("tutti.simulation.rank_thread", "tutti.simulation.runs.simulate")
+_STARTERS = (
+    "tutti.simulation.rank_thread",
+    "tutti.simulation.runs.simulate",
+    "tutti.simulation.runs.elastic.launcher",
+)
 """Modules, beside this one, whose frames come first in a traceback: they start the user's code."""
 
 

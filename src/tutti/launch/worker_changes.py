@@ -165,8 +165,14 @@ class WorkerChanges:
         self._show(f"tutti: {text}")
         return True, text
 
-    def can_end_one(self) -> bool:
-        """Whether a worker may be ended without ending the run."""
+    def can_end_one(self, slot: int, *, leaves: bool) -> bool:
+        """Whether a worker may be lost, or leave, without ending the run.
+
+        Nobody takes the place of one that leaves, and one that is alone takes the state with it.
+        """
+        if leaves:
+            stay = [worker for worker in self.running() if worker.slot != slot and not worker.is_leaving]
+            return any(worker.has_joined for worker in stay)
         return bool(self._restarts.left) or len(self.running()) > 1
 
     def _cause_chaos(self) -> None:

@@ -63,8 +63,8 @@ class Engine:
         """A heap of the times for which anything is scheduled, each of them once."""
         self._actions: dict[float, Action | list[Action]] = {}
         """The actions of each of these times: one, or a list in the order of scheduling."""
-        self._alarms: list[tuple[float, int, Rank]] = []
-        """A heap of deadlines. The rank's number decides between equal times, so that ranks are never compared."""
+        self._alarms: list[tuple[float, int, Action]] = []
+        """A heap of deadlines. The number decides between equal times, so that actions are never compared."""
         self._polling_ranks: list[Rank] = []
         """Ranks that poll, and continue once all that is due now is done."""
         self._on_progress = on_progress
@@ -86,9 +86,13 @@ class Engine:
         else:
             actions[time_s] = [due, action]  # type: ignore[list-item]
 
-    def set_alarm(self, time_s: float, rank: "Rank") -> None:
-        """Call `rank.waiter.check_deadline()` at that time, if anything else is still scheduled at or after it."""
-        heappush(self._alarms, (time_s, rank.number, rank))
+    def set_alarm(self, time_s: float, number: int, action: Action) -> None:
+        """Call `action` at that time, if anything else is still scheduled at or after it.
+
+        Args:
+            number: of a rank, or a negative one. There is one alarm at most under each number.
+        """
+        heappush(self._alarms, (time_s, number, action))
 
     def poll_later(self, rank: "Rank") -> None:
         """Resume a polling rank when all that is due now is done, at the time of the next event.
@@ -104,8 +108,8 @@ class Engine:
         while times:
             # Strictly before: work that ends exactly at its deadline is in time.
             if alarms and alarms[0][0] < times[0]:
-                self.now, _, rank = heappop(alarms)
-                rank.waiter.check_deadline()
+                self.now, _, alarm = heappop(alarms)
+                alarm()
                 continue
             self.now = heappop(times)
             # Popped first: what these actions schedule for this very moment becomes a new entry, which is handled next.

@@ -59,6 +59,8 @@ class Mailbox:
         # A receive waits, the sender's card is free, and nothing sent before is still on its way to the other card.
         if not (self.receives and route.direct and first.free_s <= now and not last.pending) or src.gone is not None:
             return None
+        if first.held is not None:  # Its card is cut off.
+            return None
         # The head travels on while the tail still leaves: times as in `SimulatedMessage.depart` and `_travel`.
         num_bytes = tensor.nbytes
         sent = SimulatedWork(src)

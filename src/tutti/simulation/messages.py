@@ -58,6 +58,9 @@ class SimulatedMessage(SimulatedWork):
         route, engine = mailbox.route, rank.engine
         now, num_bytes = engine.now, self.num_bytes
         pipe = route.first
+        if rank.stopped is not None or pipe.held is not None:
+            (pipe.held if rank.stopped is None else rank.stopped).append(self.depart)  # type: ignore[union-attr]
+            return
         free_s = pipe.free_s
         # `max`, written out: a call costs more than the comparison.
         start_s = self._start_s = free_s if free_s > now else now
@@ -81,6 +84,9 @@ class SimulatedMessage(SimulatedWork):
         """Take the remaining pipes now; where one is busy, those after it when it is free. An action of the engine."""
         engine, rest = self.rank.engine, self.mailbox.route.rest
         while self._hop < len(rest):
+            if (held := rest[self._hop].held) is not None:
+                held.append(self._travel)
+                return
             start_s = self._take(rest[self._hop], engine.now)
             self._hop += 1
             # The pipe is busy. Those after it are taken when the head gets there: others may come first.

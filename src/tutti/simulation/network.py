@@ -13,11 +13,13 @@ several flows through one card share its rate by taking turns.
 The pipe of a switch carries several messages at once, each at the rate of a card (`slots`), because cards cannot send
 faster. `free_s` is then when the first of the slots is free.
 
+A card that is cut (`Pipe.cut`) carries nothing: messages that come to it are held, and go on when it is restored.
+
 A route is `direct` if it has no pipe between the two cards and no latency in the cluster is shorter. A message on it
 can then be timed at departure: nothing that departs later can reach the receiver's card earlier.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
 from math import prod
@@ -33,7 +35,7 @@ class Pipe:
     A switch has `num_slots`: so many messages travel through it at once, each at the rate of a card.
     """
 
-    __slots__ = ("free_s", "name", "num_bytes", "pending", "seconds_per_byte", "slots")
+    __slots__ = ("free_s", "held", "name", "num_bytes", "pending", "seconds_per_byte", "slots")
 
     def __init__(self, name: str, seconds_per_byte: float, num_slots: int = 1) -> None:
         self.name = name
@@ -47,6 +49,22 @@ class Pipe:
         """Bytes carried so far."""
         self.pending = 0
         """Messages that have departed and will pass it, but have not reached it."""
+        self.held: list[Callable[[], None]] | None = None
+        """While it is cut: what takes it when it carries messages again. None otherwise."""
+
+    def cut(self) -> None:
+        """Carry nothing from now on."""
+        if self.held is None:
+            self.held = []
+            self.pending += 1  # No message is timed at its departure meanwhile.
+
+    def restore(self) -> list[Callable[[], None]]:
+        """Carry messages again; return what is to be called now, in this order."""
+        if self.held is None:
+            return []
+        held, self.held = self.held, None
+        self.pending -= 1
+        return held
 
     @property
     def busy_s(self) -> float:
@@ -77,8 +95,8 @@ class Network:
 
     def __init__(self, cluster: Cluster, hosts: Sequence[Host]) -> None:
         self.cluster = cluster
-        self.hosts = tuple(hosts)
-        """The host of each rank."""
+        self.hosts = list(hosts)
+        """The host of each rank. Ranks may be added, on hosts that are there."""
         self._unique = {host.name: host for host in hosts}
         # Switches are numbered by hosts in the order of ranks: neighbours in rank share a switch.
         self._host_numbers = {name: number for number, name in enumerate(self._unique)}
@@ -91,6 +109,25 @@ class Network:
     def pipes(self) -> list[Pipe]:
         """The pipes that have carried something."""
         return [pipe for pipe in self._pipes.values() if pipe.num_bytes]
+
+    def cards(self, host: str) -> tuple[Pipe, Pipe]:
+        """Return the pipes of a host's network card: outgoing and incoming."""
+        link = self._unique[host].link
+        # A host without a link of its own has a path to each of its peers, and no card that they share: its pipe costs
+        # no time.
+        per_byte = link.seconds_per_byte if link is not None else 0.0
+        return self._pipe(f"{host} out", per_byte), self._pipe(f"{host} in", per_byte)
+
+    def cut(self, host: str) -> None:
+        """Carry nothing from or to a host from now on."""
+        for card in self.cards(host):
+            card.cut()
+
+    def restore(self, host: str) -> None:
+        """Carry messages from and to a host again, those first that were held. An action of the engine."""
+        for card in self.cards(host):
+            for action in card.restore():
+                action()
 
     def route(self, src: int, dst: int) -> Route:
         """Return the route between two ranks of the world. Raises `NoLink` if the cluster does not join their hosts."""
@@ -113,10 +150,7 @@ class Network:
         path = self.cluster.links.get(pair(src_host.name, dst_host.name))
         if path is not None:
             middle.append(self._pipe(f"{src_host.name} to {dst_host.name}", path.seconds_per_byte))
-        # A host without a link of its own has a path to each of its peers, and no card that they share: its pipe costs
-        # no time.
-        first = self._pipe(f"{src_host.name} out", src_host.link.seconds_per_byte if src_host.link is not None else 0.0)
-        last = self._pipe(f"{dst_host.name} in", dst_host.link.seconds_per_byte if dst_host.link is not None else 0.0)
+        (first, _), (_, last) = self.cards(src_host.name), self.cards(dst_host.name)
         latency_s += link.latency_s
         return Route(first, (*middle, last), last, latency_s, direct=not middle and latency_s <= self._shortest_s)
 

@@ -12,9 +12,14 @@ such a step `stepping` is True, and the time is the engine's, not the rank's clo
 A rank ends in one of three ways, and `leave` then closes its channels, which fails the waits of its peers:
 
 - Its function returns or raises: `resume` sees that the thread has ended, and schedules `leave` at the rank's clock.
-- The cluster's `failures` kill it: `_die` is on the event queue at that time. It ends a wait at once; a rank that
-  computes is stopped when its clock passes that time (`check_alive`).
+- It is killed: `_die` is on the event queue at the time that the cluster's `failures` give, or `kill` is called. It
+  ends a wait at once; a rank that computes is stopped when its clock passes that time (`check_alive`).
 - The simulation stops, or a deadlock is found: the next `check_alive` unwinds the thread.
+
+Where ranks come and go (`simulation.runs.elastic`), `on_gone` is called instead: the others learn of a loss later.
+
+A stopped rank (`stop`) does nothing, as a process that got SIGSTOP: its thread gets no turn, its operations do not
+advance, and nothing that it sent by its own clock departs. All of it is kept in `stopped`, and done by `go_on`.
 """
 
 from collections.abc import Callable
@@ -33,10 +38,20 @@ if TYPE_CHECKING:
     from tutti.simulation.channel import SimulatedChannel
 
 
+_LEFT = "it goes on with other ranks"
+
+
 class Rank:
     """One simulated rank. `thread` runs its function, `waiter` does its waiting."""
 
-    def __init__(self, engine: Engine, number: int, host: Host, cluster: Cluster, timeout: timedelta) -> None:
+    def __init__(
+        self, engine: Engine, number: int, host: Host, cluster: Cluster, timeout: timedelta, place: int | None = None
+    ) -> None:
+        """Make a rank that has not started.
+
+        Args:
+            place: the number under which the cluster slows ranks down; `number` by default.
+        """
         self.engine = engine
         self.number = number
         self.host = host
@@ -58,19 +73,27 @@ class Rank:
         self.travel = TravelTime()
         self.num_messages = 0
         self.dies_s = cluster.failures.get(number, float("inf"))
-        """Time at which the cluster's `failures` kill this rank; infinite for most."""
-        self._speed = ComputeSpeed(cluster, number, cluster.speed_of(number, host))
+        """Time at which this rank is killed, by the cluster's `failures` or by `kill`; infinite for most."""
+        self.stopped: list[Callable[[], None]] | None = None
+        """While it is stopped: what it would have done. None otherwise."""
+        self.on_gone: Callable[[], None] = self.close_channels
+        """Called when it is gone."""
+        self._has_closed = False
+        self._left: set[str] = set()
+        """Names of transports that this rank has left for good."""
+        self._speed = ComputeSpeed(cluster, number, cluster.speed_of(number if place is None else place, host))
 
     @property
     def time(self) -> float:
         """The virtual time of whatever acts for this rank now: an operation of it, or its thread."""
         return self.engine.now if self.stepping else self.clock
 
-    def start(self, function: Callable[[], Any]) -> None:
+    def start(self, function: Callable[[], Any], at_s: float = 0.0) -> None:
         """Start the thread, and schedule its first turn and its death."""
         self.thread.start(function)
-        # All ranks begin at virtual time 0. They are started in the order of their numbers, and so run in it.
-        self.engine.schedule(0.0, self.resume)
+        self.clock = at_s
+        # Ranks that begin at the same time are started in the order of their numbers, and so run in it.
+        self.engine.schedule(at_s, self.resume)
         if self.dies_s < float("inf"):
             self.engine.schedule(self.dies_s, self._die)
 
@@ -78,6 +101,9 @@ class Rank:
         """Let the thread run until it waits or ends. An action of the engine."""
         thread = self.thread
         if thread.ended:  # Its death resumed and ended it before this event.
+            return
+        if self.stopped is not None and not thread.died:
+            self.stopped.append(self.resume)
             return
         self.engine.run_rank(self)
         if thread.ended:
@@ -92,17 +118,58 @@ class Rank:
         # The first reason stays: a rank that died must not be reported as one that left.
         if self.gone is None:
             self.gone, self.lost_a_peer = why, lost_a_peer
-            for channel in list(self.channels):
-                channel.close(self, why)
+            self.on_gone()
+
+    def close_channels(self) -> None:
+        """Close all channels of this rank, which is gone, and those that others open with it from now on."""
+        assert self.gone is not None
+        self._has_closed = True
+        for channel in list(self.channels):
+            channel.close(self, self.gone)
+
+    def take_part(self, channel: "SimulatedChannel") -> None:
+        """A channel with this rank is made."""
+        if self._has_closed:
+            assert self.gone is not None
+            channel.close(self, self.gone)
+        elif channel.name.partition("/")[0] in self._left:
+            channel.close(self, _LEFT)
+        else:
+            self.channels.append(channel)
+
+    def leave_transport(self, name: str) -> None:
+        """Close all channels of a transport, and those that others open of it from now on. An action of the engine."""
+        self._left.add(name)
+        for channel in list(self.channels):
+            if channel.name.partition("/")[0] == name:
+                channel.close(self, _LEFT)
+
+    def kill(self) -> None:
+        """End this rank now, as SIGKILL would. An action of the engine."""
+        if self.gone is None:
+            self.dies_s = self.engine.now
+            self._die()
+
+    def stop(self) -> None:
+        """Stop this rank now, as SIGSTOP would. An action of the engine."""
+        if self.stopped is None:
+            self.stopped = []
+
+    def go_on(self) -> None:
+        """Let a stopped rank go on. An action of the engine."""
+        held, self.stopped = self.stopped or [], None
+        for action in held:
+            self.engine.schedule(self.engine.now, action)
 
     def _die(self) -> None:
-        """End this rank, as the cluster's `failures` demand. An action of the engine."""
+        """End this rank at `dies_s`. An action of the engine."""
         thread = self.thread
         if thread.ended and not thread.died:  # It came to its end before.
             return
         thread.died = True
         # Before its thread unwinds: from this moment on, peers must not wait for it any more.
         self.leave(f"it died at {format_time(self.dies_s)}")
+        self.go_on()
         # A rank that waits is woken, and unwinds in `pause`. Any other one unwinds at its next `check_alive`.
         if not thread.ended and self.waiter.interrupt(self.dies_s):
             self.resume()
@@ -126,6 +193,12 @@ class Rank:
         elif not self.engine.stopping and self.gone is None and thread.doom is None:
             return
         thread.unwind()
+
+    def sleep(self, seconds: float) -> None:
+        """Do nothing for so long."""
+        self.spend_waiting(self.clock + seconds, self.travel.before(self.clock))
+        self.check_alive()
+        self.waiter.catch_up()
 
     def elapse(self, seconds: float) -> None:
         """Compute for as long as a rank of speed 1 would in `seconds`."""

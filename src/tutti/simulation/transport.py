@@ -34,8 +34,9 @@ from tutti.transports.base import ANY, Operation, Signal, Transport, Work
 class ChannelRegistry:
     """State that all transports of one simulation share: its ranks, its network, and the open channels."""
 
-    def __init__(self, ranks: Sequence[Rank], network: Network) -> None:
-        self.ranks = tuple(ranks)
+    def __init__(self, ranks: list[Rank], network: Network) -> None:
+        self.ranks = ranks
+        """All ranks, by number. Ranks may be added."""
         self.network = network
         self._channels: dict[tuple[str, tuple[int, ...]], SimulatedChannel] = {}
 
@@ -44,13 +45,17 @@ class ChannelRegistry:
         key = (name, numbers)
         if key not in self._channels:
             ranks = [self.ranks[number] for number in numbers]
-            self._channels[key] = SimulatedChannel(name, ranks, self.network, partial(self._remove, key))
+            made = self._channels[key] = SimulatedChannel(name, ranks, self.network, partial(self._remove, key))
+            for rank in ranks:
+                rank.take_part(made)
+            return made
         return self._channels[key]
 
     def _remove(self, key: tuple[str, tuple[int, ...]]) -> None:
         channel = self._channels.pop(key)  # All members have closed it: a long simulation opens many.
         for rank in channel.ranks:
-            rank.channels.remove(channel)
+            if channel in rank.channels:  # Not of a rank that was gone before.
+                rank.channels.remove(channel)
 
 
 class SimulatedTransport(Transport):
@@ -77,7 +82,6 @@ class SimulatedTransport(Transport):
         self._children: WeakSet[SimulatedTransport] = WeakSet()
         """Channels opened from this one. Weak: one that is used no more need not be closed from here."""
         self._closed = False
-        me.channels.append(self._channel)  # `Rank.leave` closes it, whatever becomes of this object.
 
     @property
     def timeout(self) -> timedelta:  # type: ignore[override]
@@ -137,6 +141,9 @@ class SimulatedTransport(Transport):
     def now(self) -> float:
         return self._me.time
 
+    def sleep(self, seconds: float) -> None:
+        self._me.sleep(seconds)
+
     def elapse(self, seconds: float) -> None:
         """Compute for `seconds`, on a rank of speed 1; this rank may take longer or less."""
         if not 0 <= seconds < float("inf"):
@@ -157,6 +164,8 @@ class SimulatedTransport(Transport):
         for operations in (self._sequence, self._concurrent):
             operations.fail(RankLost(f"rank {me.number}: this transport was closed with work still to do."))
         why = "it has closed this channel"
+        if me.gone is not None:  # Its channels are closed when the others learn that it is gone.
+            return
         # A rank that is being unwound may be behind the engine, and nothing can be scheduled in the past.
         me.engine.schedule(max(me.time, me.engine.now), partial(self._channel.close, me, why))
 

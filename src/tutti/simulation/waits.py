@@ -68,12 +68,13 @@ class Waiter:
             work.on_finish = rank.resume  # Called by `complete` or `fail`; a peer's loss and a deadline fail the work.
             if not self._alarm_set:
                 self._alarm_set = True
-                rank.engine.set_alarm(rank.clock + rank.timeout.total_seconds(), rank)
+                rank.engine.set_alarm(rank.clock + rank.timeout.total_seconds(), rank.number, self.check_deadline)
             rank.pause()
             self._wait = None
         assert work.finish_s is not None
         # The end may lie before the rank's clock, where work was done while the rank computed: time never goes back.
-        self._advance_clock(work.finish_s, travelled_s)
+        # It goes on later than that if it was stopped meanwhile.
+        self._advance_clock(max(work.finish_s, rank.engine.now), travelled_s)
         if work.error is not None:
             self._count_failure(work.error)
             raise work.error
@@ -86,8 +87,8 @@ class Waiter:
         """
         rank = self._rank
         rank.check_alive()
-        if work.finish_s is None and rank.engine.now < rank.clock:  # Events before the clock may still end it.
-            self._let_engine_catch_up()
+        if work.finish_s is None:  # Events before the clock may still end it.
+            self.catch_up()
         self._polling.begin(rank.clock)
         if self._is_over(work):
             self._polling.record_done(work)
@@ -115,7 +116,7 @@ class Waiter:
         work = wait.work
         due_s = max(wait.since_s, work.active_until_s) + limit_s
         if due_s > rank.engine.now:
-            rank.engine.set_alarm(due_s, rank)
+            rank.engine.set_alarm(due_s, rank.number, self.check_deadline)
             return
         self._alarm_set = False
         # It fails the work, whose `on_finish` then resumes the rank, where `wait` raises the error.
@@ -132,14 +133,20 @@ class Waiter:
     def _let_engine_catch_up(self) -> None:
         """Yield the turn until the engine has handled all events before the rank's clock."""
         rank = self._rank
+        travelled_s = rank.travel.before(rank.clock)
         rank.engine.schedule(rank.clock, rank.resume)
         rank.pause()
+        rank.spend_waiting(rank.engine.now, travelled_s)  # It may have been stopped meanwhile.
+
+    def catch_up(self) -> None:
+        """Let everything happen that is due before this rank's clock."""
+        if self._rank.engine.now < self._rank.clock:
+            self._let_engine_catch_up()
 
     def _suspend_until_next_event(self, work: SimulatedWork) -> None:
         """Yield the turn until something else happens, and move the clock there."""
         rank = self._rank
-        if rank.engine.now < rank.clock:
-            self._let_engine_catch_up()
+        self.catch_up()
         travelled_s = rank.travel.before(rank.clock)
         self._wait = _Wait(work, rank.clock, travelled_s)
         rank.engine.poll_later(rank)

@@ -92,6 +92,9 @@ class SimulatedOperation(SimulatedWork):
         rank, operation = self.rank, self._operation
         if rank.gone is not None or self.finish_s is not None:  # It may have been aborted since this was scheduled.
             return
+        if rank.stopped is not None:
+            rank.stopped.append(self.advance)
+            return
         self._advanced_s = rank.engine.now
         rank.stepping = True
         try:

@@ -178,6 +178,10 @@ class Transport(ABC):
         """Let `seconds` of computation pass on a virtual clock. Does nothing in real time."""
         return None
 
+    def sleep(self, seconds: float) -> None:
+        """Do nothing for `seconds` of this rank's clock."""
+        time.sleep(seconds)
+
     def interrupt(self) -> None:
         """End every wait on this transport, in any thread. This is the first half of `close`."""
         return None
@@ -229,3 +233,6 @@ class TransportWrapper(Transport):
 
     def elapse(self, seconds: float) -> None:
         self.inner.elapse(seconds)
+
+    def sleep(self, seconds: float) -> None:
+        self.inner.sleep(seconds)

@@ -29,7 +29,7 @@ from tutti.recipes import RECIPES
 _DEFAULT_WORKERS = 16
 
 _TRAINING_OPTIONS = (
-    "cluster", "strategy", "slow", "jitter", "data", "epochs", "option", "seed", "lr", "name", "json_file",
+    "chaos", "cluster", "strategy", "slow", "jitter", "data", "epochs", "option", "seed", "lr", "name", "json_file",
 )  # fmt: skip
 """Options that `--calibrate` does not use."""
 
@@ -41,12 +41,23 @@ _Recipe = Annotated[
     ),
 ]
 _Workers = Annotated[
-    int | None,
+    str | None,
     typer.Option(
         "--workers",
         "-n",
-        help="Number of training workers. Dedicated servers are added on top.",
+        metavar="N|MIN:MAX",
+        help="Number of training workers. Dedicated servers are added on top. With MIN:MAX, or failures (--chaos), "
+        "workers come and go.",
         show_default=str(_DEFAULT_WORKERS),
+    ),
+]
+_Chaos = Annotated[
+    str | None,
+    typer.Option(
+        "--chaos",
+        metavar="TEXT",
+        help='Cause failures on purpose, in virtual time: "kill any every 20s; stop 2 for 3s at 10s; '
+        'cut host 0 for 5s; join at 30s; leave 1 at 40s; seed 7".',
     ),
 ]
 _CalibrationFile = Annotated[
@@ -67,6 +78,7 @@ def run(
     context: typer.Context,
     recipe: _Recipe = None,
     workers: _Workers = None,
+    chaos: _Chaos = None,
     cluster: ClusterText = "ethernet-1g",
     strategy: StrategyText = "native",
     slow: Slow = None,
@@ -94,12 +106,13 @@ def run(
         refuse_given(context, _TRAINING_OPTIONS, "changes nothing with --calibrate, which trains nothing.")
         from tutti.cli.simulate.calibrate import calibrate
 
-        calibrate(recipe or "mnist-mlp", calibration, workers, lab)
+        calibrate(recipe or "mnist-mlp", calibration, _fixed_number(workers), lab)
         return
     if recipe is None or lab is not None:
         wanted = "a RECIPE, such as digits" if recipe is None else "--lab only with --calibrate"
         raise ConfigError(f"tutti simulate takes {wanted}; see tutti simulate --help.")
     from tutti.cli.simulate.training import simulate_training
+    from tutti.launch.elastic_run import with_chaos
     from tutti.recipes.training import TrainingConfig
 
     config = TrainingConfig(
@@ -114,9 +127,19 @@ def run(
     check_writable(json_file)
     simulate_training(
         config,
-        _DEFAULT_WORKERS if workers is None else workers,
+        with_chaos(_DEFAULT_WORKERS if workers is None else workers, chaos),
         load_cluster(cluster, slow, jitter),
         name,
         partial(given_again, context),
         lambda summary: write_json(json_file, summary),
     )
+
+
+def _fixed_number(workers: str | None) -> int | None:
+    """Return a number of workers that stays the same."""
+    from tutti.launch.elastic_run import ElasticRun, parse_workers
+
+    number = parse_workers(workers, "--workers")
+    if isinstance(number, ElasticRun):
+        raise ConfigError(f"--calibrate takes a fixed number of workers, got --workers {workers}.")
+    return number

@@ -26,6 +26,7 @@ def traffic(simulation: Simulation) -> dict[str, Any]:
             name: {"num_bytes": link.num_bytes, "busy_s": link.busy_s} for name, link in simulation.links.items()
         },
         "lost": simulation.lost,
+        "chaos": simulation.chaos,
     }
 
 

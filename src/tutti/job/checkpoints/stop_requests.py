@@ -13,4 +13,4 @@ def stop_requested(world: World) -> int:
     elastic = world.elastic
     if elastic is not None and elastic.data and not elastic.member.all_leave:
         return 0
-    return requested()
+    return requested() if elastic is None else elastic.requested()

@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tutti.coordination.elastic_member import Generation
 from tutti.errors import TooFewWorkers
-from tutti.job.checkpoints.signals import requested
 from tutti.world import Elasticity
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ def leave(job: "Job", elastic: Elasticity, *, alone: bool) -> NoReturn:
         job._release()
         raise SystemExit(0)
     job._checkpoints.save_last()  # Ends the process as well, if checkpoints are written.
-    raise SystemExit(128 + requested())
+    raise SystemExit(128 + elastic.requested())
 
 
 def stop_for_too_few(job: "Job", elastic: Elasticity, generation: Generation) -> NoReturn:

@@ -20,6 +20,7 @@ from tutti.parallel.branch import Branches
 from tutti.replica import HookedReplica
 from tutti.replica.batchnorm import SyncedBatchNorm
 from tutti.replica.state import layout
+from tutti.simulation.compute_clock import ComputeClock
 from tutti.strategies import Exchange, Strategy
 from tutti.world import World
 
@@ -70,6 +71,10 @@ def join(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: Worl
     _compare(json.loads(found[0]), _signature(model, optimizer, strategy), world)
     replica = HookedReplica(model, optimizer, world.sample_counts)
     world.usage.num_jobs += 1
+    if world.transport.cluster is not None:
+        # Before a strategy is attached: hooks run in the order of registration.
+        replica.compute_clock = ComputeClock(world.transport)
+        replica.compute_clock.listen(model, optimizer)
     # Of a rank alone, until it is among the others.
     exchange = NotJoined(replica, world.transport)
     replica.listen(exchange, to="steps")

@@ -37,7 +37,6 @@ agreement (a block of local steps) is lost with it, and its samples come again, 
 import hashlib
 import json
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -50,7 +49,6 @@ from tutti.coordination.elastic_member import Generation
 from tutti.data.sharded_data import ShardedData
 from tutti.errors import ConfigError, RankLost
 from tutti.job.attach import attach_again, detach, strategy_of_next_step
-from tutti.job.checkpoints.signals import requested
 from tutti.job.elastic.ends import leave, stop_for_too_few
 from tutti.job.elastic.positions import positions, with_losses
 from tutti.job.elastic.transfer import SharedState, receive_state, send_state, state_bytes
@@ -107,7 +105,7 @@ class ElasticJob:
     def _change_ranks(self, job: "Job", at_end: bool) -> None:
         replica, counts = job._replica, self._world.sample_counts
         if not at_end:
-            self._first_batch()
+            self.arrived(trains=True)
         if replica.lost is None:
             if replica.waits_for_batch:  # The rest of the batch in which ranks have changed is over.
                 replica.waits_for_batch = False
@@ -116,7 +114,7 @@ class ElasticJob:
                 counts.commit_void_steps()
             if counts.num_committed < counts.num_batches:
                 return  # Gradients of several batches accumulate, or one was drawn and not trained on.
-            if requested():
+            if self._elastic.requested():
                 self._elastic.member.leave()
             lost = self._elastic.member.lost() and not job._exchange.tolerates_loss
             # All ranks come here after the last step of a synchronous start, or after the same step as another.
@@ -127,10 +125,12 @@ class ElasticJob:
                 replica.lost = RankLost(f"rank {self._world.transport.world_rank}: a rank is lost.")
         self.regroup()
 
-    def _first_batch(self) -> None:
-        """This rank is about to train: whatever the others have in their loops, it must have by now."""
-        if self._arriving or not self._has_trained:
-            self._arriving, self._has_trained = False, True
+    def arrived(self, *, trains: bool = False) -> None:
+        """This rank is where the others are: behind the last batch if it joined too late for one, or about to train."""
+        # Whatever the others have in their loops, it must have by its first batch.
+        is_first = trains and (self._arriving or not self._has_trained)
+        self._arriving, self._has_trained = False, self._has_trained or trains
+        if is_first:
             self._the_job._checkpoints.parts.refuse_unknown(self._the_job._replica.optimizer)
 
     def call(self, name: str, value: Any, combine: Combine, *, elastic: bool) -> Any:
@@ -219,7 +219,7 @@ class ElasticJob:
 
     def regroup(self, *, in_call: bool = False) -> bool:
         """Go on with the ranks that are there now; return whether this rank has taken over the state of another."""
-        job, started_s = self._the_job, time.monotonic()
+        job, started_s = self._the_job, self._world.transport.now()
         job._replica.activity.enter("membership")
         self._state_of_strategy = self._leave_exchange()
         info, took_over = {**self._info(job._exchange), "in_call": int(in_call)}, False
@@ -238,7 +238,7 @@ class ElasticJob:
             except RankLost as error:  # Another one. What is complete on this rank stays so.
                 _log.info("rank %d: a loss while ranks change: %s", self._world.transport.world_rank, error)
                 info = {**self._info(None), "in_call": int(in_call)}
-        self.changes = replace(self.changes, seconds=self.changes.seconds + time.monotonic() - started_s)
+        self.changes = replace(self.changes, seconds=self.changes.seconds + self._world.transport.now() - started_s)
         self.membership.note(before, new)
         if self._elastic.member.all_leave:
             leave(job, self._elastic, alone=False)
@@ -278,7 +278,7 @@ class ElasticJob:
         state, equal = self._state_of_strategy, self._the_job._exchange.equal_after_steps
         return {
             "progress": self._progress,
-            "leaving": int(bool(requested())),
+            "leaving": int(bool(self._elastic.requested())),
             "digest": _digest(state),
             "positions": [list(data.position) for data in _data_of(self._elastic)],
             "agreed": [list(data.position if equal else data.agreed_position) for data in _data_of(self._elastic)],

@@ -12,9 +12,12 @@ torch.distributed's records of process groups (`torch_worlds`).
 Results are those of real processes to the bit, so each rank gets as many computing threads as a launch of so many
 workers on this machine would give it: sums depend on that.
 
-If a rank fails, the others learn it as in reality (`RankLost`), and usually fail as well. `_raise_first_failure` looks
-for the rank that failed by itself first. After a deadlock it raises that rank's error instead, if there is one:
-the others wait because of it.
+Where workers may come and go, a launcher in virtual time starts the ranks, and others in place of lost ones
+(`simulation.runs.elastic`). A rank that is lost is no failure of the run then, as long as one comes to the end.
+
+If a rank fails otherwise, the others learn it as in reality (`RankLost`), and usually fail as well.
+`_raise_first_failure` looks for the rank that failed by itself first. After a deadlock it raises that rank's error
+instead, if there is one: the others wait because of it.
 """
 
 import ctypes
@@ -23,7 +26,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -31,8 +34,10 @@ from typing import Any
 import torch
 
 from tutti.cluster import Cluster, Duration, Host, format_time, parse_duration
-from tutti.errors import ConfigError, Deadlock, NoLink, WorkerFailed
+from tutti.errors import ConfigError, Deadlock, NoLink, RankLost, TrainingEnded, WorkerFailed
 from tutti.events import EventLog, Strip
+from tutti.launch.chaos import Chaos
+from tutti.launch.elastic_run import ElasticRun, with_chaos
 from tutti.launch.supervisor_pipe import Watcher, report_to
 from tutti.launch.worker import describe_failure
 from tutti.simulation import guard
@@ -40,6 +45,7 @@ from tutti.simulation.engine import Engine
 from tutti.simulation.network import Network
 from tutti.simulation.rank import Rank
 from tutti.simulation.runs import torch_worlds
+from tutti.simulation.runs.elastic.launcher import SimulatedLauncher
 from tutti.simulation.transport import ChannelRegistry, SimulatedTransport
 from tutti.transports.base import DEFAULT_TIMEOUT
 from tutti.transports.hosts import levelled
@@ -93,14 +99,17 @@ class Simulation:
     num_messages: int
     """Messages sent by all ranks."""
     lost: dict[int, float]
-    """Ranks that the cluster's `failures` killed, and the time of each."""
+    """Ranks that were killed, by the cluster's `failures` or by chaos, and the time of each."""
+    chaos: list[tuple[float, str]] = field(default_factory=list)
+    """What chaos has done to ranks and hosts, and when."""
 
 
-def simulate(
+def simulate(  # noqa: PLR0913 - what runs, where, what happens to it, and who watches
     function: Callable[..., Any],
     *args: Any,
-    workers: int,
+    workers: int | str | tuple[int, int] | ElasticRun,
     cluster: Cluster | None = None,
+    chaos: str | Chaos | None = None,
     timeout: Duration | None = None,
     watch: Watcher | None = None,
     on_progress: Callable[[float, int], None] | None = None,
@@ -112,6 +121,9 @@ def simulate(
     arguments: they should not change them.
 
     Args:
+        workers: how many; or the fewest and the most, such as (2, 8), if they may come and go.
+        chaos: failures to cause on purpose, such as "kill any every 20s; join at 30s; seed 7", in virtual time. Workers
+            may come and go then: with a plain number, from 1 to that many.
         cluster: hosts, links and speeds; `tutti.Cluster()` by default.
         timeout: how long, in virtual time, a rank waits for the others before it gives up: seconds, a text such as
             "40s" or a timedelta; 5 minutes by default.
@@ -129,40 +141,55 @@ def simulate(
     guard.refuse("tutti.simulate")
     _return_memory()
     # Before the lock is taken: what the cluster refuses must leave nothing behind.
-    hosts = cluster.place(workers)
+    number = with_chaos(workers, chaos)
+    elastic = number if isinstance(number, ElasticRun) else None
+    hosts = cluster.place(number.maximum if isinstance(number, ElasticRun) else number)
+    if elastic is not None and elastic.chaos is not None:
+        check_chaos(elastic, hosts)
     if not _one_at_a_time.acquire(blocking=False):
         raise ConfigError(
             "another simulation runs in this process, and the two would share its random generators. Wait for its end."
         )
     try:
-        return _simulate(partial(function, *args), cluster, hosts, limit, watch, on_progress)
+        run = _SimulatedRun(partial(function, *args), cluster, hosts, limit, watch, elastic)
+        return _simulate(run, on_progress)
     finally:
         _one_at_a_time.release()
 
 
-def _simulate(
-    function: Callable[[], Any],
-    cluster: Cluster,
-    hosts: Sequence[Host],
-    timeout: timedelta,
-    watch: Watcher | None,
-    on_progress: Callable[[float, int], None] | None,
-) -> Simulation:
+@dataclass(frozen=True)
+class _SimulatedRun:
+    """What is simulated."""
+
+    function: Callable[[], Any]
+    cluster: Cluster
+    hosts: Sequence[Host]
+    timeout: timedelta
+    watch: Watcher | None
+    elastic: ElasticRun | None
+
+
+def _simulate(run: _SimulatedRun, on_progress: Callable[[float, int], None] | None) -> Simulation:
     guard.install()
     ranks: list[Rank] = []
     # `ranks` is filled below; the callback is first called when the engine runs.
     engine = Engine(
         None if on_progress is None else lambda now: on_progress(now, sum(rank.num_messages for rank in ranks))
     )
-    # Ranks first, then what joins them: channels refer to both.
-    for number, host in enumerate(hosts):
-        ranks.append(Rank(engine, number, host, cluster, timeout))
-    network = Network(cluster, hosts)
+    network = Network(run.cluster, run.hosts)
     registry = ChannelRegistry(ranks, network)
+    launcher = None
+    if run.elastic is not None:
+        start = partial(_run_elastic_rank, run.watch, run.function)
+        launcher = SimulatedLauncher(engine, registry, run.elastic, run.hosts, start, run.timeout)
     num_threads = torch.get_num_threads()
     try:
-        for rank in ranks:
-            rank.start(partial(_run_rank, registry, rank, watch, function))
+        if launcher is not None:
+            launcher.begin()
+        else:
+            ranks.extend(Rank(engine, number, host, run.cluster, run.timeout) for number, host in enumerate(run.hosts))
+            for rank in ranks:
+                rank.start(partial(_run_rank, registry, rank, run.watch, run.function))
         # No grad in the engine's thread, where collectives add tensors. Ranks have grad modes of their own.
         with torch.no_grad(), _rare_collections(), torch_worlds.torch_worlds():
             engine.run(ranks)
@@ -172,8 +199,35 @@ def _simulate(
     finally:
         engine.stop(ranks)  # Ends all threads, so that nothing below is changed under a running rank.
         torch.set_num_threads(num_threads)  # torch keeps part of it per process, not per thread.
-    _raise_first_failure(ranks)
-    return _result(ranks, network)
+    if launcher is None or not any(worker.has_finished for worker in launcher.workers):
+        _raise_first_failure(ranks)
+    elif mistakes := [rank for rank in ranks if _is_mistake(rank)]:
+        _raise_first_failure(mistakes)
+    return _result(ranks, network, [] if launcher is None else launcher.log)
+
+
+def _is_mistake(rank: Rank) -> bool:
+    """Whether a rank of an elastic run has failed by itself: the others went on, but the script is to be mended."""
+    error = rank.thread.error
+    return error is not None and not isinstance(error, RankLost | TrainingEnded)
+
+
+def check_chaos(elastic: ElasticRun, hosts: Sequence[Host]) -> None:
+    """Raise `ConfigError` for failures that cannot be caused among ranks on these hosts, or that would end the run."""
+    assert elastic.chaos is not None
+    num_hosts = len({host.name for host in hosts})
+    if num_hosts == 1 and (cuts := [rule.text for rule in elastic.chaos.rules if rule.action == "cut"]):
+        raise ConfigError(f"--chaos: '{cuts[0]}': all ranks are on one host, and cutting it off would end the run.")
+    elastic.chaos.check(elastic.num_started, elastic.restarts, num_hosts)
+
+
+def _run_elastic_rank(watch: Watcher | None, function: Callable[[], Any], rank: Rank, join: Callable[[], World]) -> Any:
+    """Make this thread a simulated rank of a world that may change, and call the user's function."""
+    guard.enter()
+    torch_worlds.enter()
+    set_world(join())
+    report_to(_ignore if watch is None else partial(watch, rank.number))
+    return function()
 
 
 def _run_rank(registry: ChannelRegistry, rank: Rank, watch: Watcher | None, function: Callable[[], Any]) -> Any:
@@ -233,16 +287,17 @@ def _raise_first_failure(ranks: list[Rank], include_knock_on: bool = True) -> No
     raise WorkerFailed(rank.number, failure.reason, failure.traceback) from rank.thread.error
 
 
-def _result(ranks: list[Rank], network: Network) -> Simulation:
+def _result(ranks: list[Rank], network: Network, chaos: list[tuple[float, str]]) -> Simulation:
     accounts = [rank.time_account for rank in ranks]
     return Simulation(
         results=[rank.thread.result for rank in ranks],
-        seconds=max(rank.clock for rank in ranks),
+        seconds=max(min(rank.clock, rank.dies_s) for rank in ranks),
         ranks=[
             RankTime(account.busy_s, account.communicating_s, account.waiting_s, account.strip) for account in accounts
         ],
         links={pipe.name: Traffic(pipe.num_bytes, pipe.busy_s) for pipe in network.pipes},
         events=[account.events for account in accounts],
         num_messages=sum(rank.num_messages for rank in ranks),
-        lost={rank.number: rank.clock for rank in ranks if rank.thread.died},
+        lost={rank.number: min(rank.clock, rank.dies_s) for rank in ranks if rank.thread.died},
+        chaos=chaos,
     )

@@ -1,6 +1,5 @@
 """`SavedShards`: what a worker and its servers save, and how another run continues from it."""
 
-import time
 from typing import Any
 
 import torch
@@ -88,10 +87,11 @@ class SavedShards(ParameterServerWorker):
         """
         if self._strategy.clips_means or (self._consistency.bound is None and self._consistency.quorum > 1):
             return  # Servers that step together wait for the lost one.
-        deadline_s = time.monotonic() + _SETTLE_S
+        transport = self._channel
+        deadline_s = transport.now() + _SETTLE_S
         works = self._enter_barriers()
-        while not all(work.done() for work in works) and time.monotonic() < deadline_s:
-            time.sleep(_LOOK_S)
+        while not all(work.done() for work in works) and transport.now() < deadline_s:
+            transport.sleep(_LOOK_S)
 
     def _merge_served(self, own: dict[str, Any]) -> dict[str, Any]:
         """Write what all ranks have served into the model; return the optimiser's state by parameter. Collective."""

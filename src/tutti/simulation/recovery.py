@@ -1,0 +1,8 @@
+"""Times of a recovery from a loss that no message carries: how long starting and connecting take in virtual time."""
+
+PATIENCE_S = 10.0
+"""How long a rank may be silent before the others go on without it."""
+STARTUP_S = 0.7
+"""From the start of a worker's process to its `tutti.init`: it is forked from one that has imported torch."""
+CONNECT_S = 0.02
+"""What opening connections between the members of a generation takes, beside the messages of it."""
