@@ -3,9 +3,8 @@
 import signal
 from typing import Protocol
 
-from tutti.launch.lab import namespaces
-from tutti.launch.lab.placement import ProcessPlacement
-from tutti.launch.supervised_worker import SupervisedWorker, signal_group
+from tutti.launch.launcher import Launcher
+from tutti.launch.supervised_worker import SupervisedWorker
 
 
 class ChangeableWorkers(Protocol):
@@ -27,8 +26,8 @@ class ChangeableWorkers(Protocol):
 class RunTargets:
     """`ChaosTargets` of a run."""
 
-    def __init__(self, workers: ChangeableWorkers, placement: ProcessPlacement) -> None:
-        self._workers, self._placement = workers, placement
+    def __init__(self, workers: ChangeableWorkers, launcher: Launcher) -> None:
+        self._workers, self._launcher = workers, launcher
 
     def slots(self) -> list[int]:
         """Return the places in which a worker runs."""
@@ -41,7 +40,7 @@ class RunTargets:
     def signal(self, slot: int, sign: signal.Signals) -> None:
         """Send a signal to the worker in a place, and to all that it has started."""
         for worker in self._there(slot):
-            signal_group(worker.process.pid, sign)
+            worker.process.signal_group(sign)
 
     def add(self) -> str:
         """Start a worker more; return what came of it."""
@@ -54,7 +53,7 @@ class RunTargets:
 
     def link(self, host: int, *, up: bool) -> None:
         """Put the link of a lab's host up or down."""
-        namespaces.batch("ip", [f"link set eth0 {'up' if up else 'down'}"], self._placement.hosts[host].namespace)
+        self._launcher.link(host, up=up)
 
     def _there(self, slot: int) -> list[SupervisedWorker]:
         return [worker for worker in self._workers.running() if worker.slot == slot]

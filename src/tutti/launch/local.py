@@ -9,7 +9,8 @@ from tutti.errors import ConfigError
 from tutti.launch.elastic_run import ElasticRun, Workers, parse_workers
 from tutti.launch.joined_run import JoinedRun
 from tutti.launch.lab.lab import Lab
-from tutti.launch.lab.placement import ProcessPlacement, here
+from tutti.launch.lab.placement import here
+from tutti.launch.local_launcher import LocalLauncher, in_lab, on_this_machine
 from tutti.launch.pickling import packed_call
 from tutti.launch.start import Program, modules_for
 from tutti.launch.supervisor import Supervisor
@@ -92,7 +93,8 @@ def supervise(
 ) -> Supervisor:
     """Make the supervisor of a launch, with variables for its workers. Its `run` starts them."""
     program, elastic = Program(["--function"], packed_call(function, args)), _elastic(workers)
-    return Supervisor(program, _placement(workers, lab), environment, watch, elastic=elastic)
+    launcher = on_this_machine("", workers) if lab is None else in_lab(lab, workers)
+    return Supervisor(program, launcher, environment, watch, elastic=elastic)
 
 
 def run_script(
@@ -109,8 +111,12 @@ def run_script(
         workers: how many, or how they may come and go. In a lab, None or as many as it has places for.
         joins: the run of another launcher, to which the workers are added.
     """
-    program, placement = Program(argv, modules=modules_for(argv[0])), _placement(workers, lab, joins)
-    supervisor = Supervisor(program, placement, environment, elastic=_elastic(workers), joins=joins)
+    program = Program(argv, modules=modules_for(argv[0]))
+    if joins is not None:
+        launcher = LocalLauncher(here(joins.num_workers))
+    else:
+        launcher = on_this_machine("", workers) if lab is None else in_lab(lab, workers)
+    supervisor = Supervisor(program, launcher, environment, elastic=_elastic(workers), joins=joins)
     supervisor.run()
     # The strategy may go on without a worker. Its script has failed all the same, and the exit status says so.
     if supervisor.failed_alone is not None:
@@ -119,30 +125,8 @@ def run_script(
 
 def run_command(argv: Sequence[str], lab: Lab) -> None:
     """Run any command in every place of a lab; raise `WorkerFailed` for the first that failed."""
-    Supervisor(Program(argv, is_command=True), lab.placement, {}).run()
+    Supervisor(Program(argv, is_command=True), LocalLauncher(lab.placement), {}).run()
 
 
 def _elastic(workers: int | ElasticRun | None) -> ElasticRun | None:
     return workers if isinstance(workers, ElasticRun) else None
-
-
-def _placement(workers: int | ElasticRun | None, lab: Lab | None, joins: JoinedRun | None = None) -> ProcessPlacement:
-    """Return where workers run: on this machine, two by default, or on the hosts of a lab, which has its own number."""
-    if joins is not None:
-        return here(joins.num_workers)
-    if lab is None:
-        return here(workers.num_started if isinstance(workers, ElasticRun) else 2 if workers is None else workers)
-    places = lab.placement.num_workers
-    if isinstance(workers, ElasticRun):
-        if not workers.minimum <= places <= workers.maximum:
-            raise ConfigError(
-                f"{workers.minimum} to {workers.maximum} workers do not fit the lab '{lab.name}', on which {places} "
-                f"are started. Give limits with {places} between them."
-            )
-        return lab.placement
-    if workers not in (None, places):
-        raise ConfigError(
-            f"{workers} workers do not fit the lab '{lab.name}': it has {lab.spec.hosts} hosts with "
-            f"{lab.spec.ranks_per_host} each. Leave workers out, or make it {places}."
-        )
-    return lab.placement

@@ -1,24 +1,31 @@
 """`RunStore`: the store of torch's own process groups, which a launcher serves to the workers of a run."""
 
 import os
+import socket
 import sys
 from typing import Any
 
 from tutti.launch.lab import namespaces
-from tutti.launch.lab.placement import ProcessPlacement
 from tutti.launch.start import StoreProcess, WorkerStarter
 
 
 class RunStore:
     """Serves the store in this process if it has imported torch, else in one that the fork server makes."""
 
-    def __init__(self, placement: ProcessPlacement, starter: WorkerStarter, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        starter: WorkerStarter,
+        environment: dict[str, str],
+        namespace: str | None = None,
+    ) -> None:
+        """Serve on `listener`, which is closed here, in the network namespace in which it is."""
         self.process: StoreProcess | None = None
         """The process that serves it, if this one does not."""
         self._store: Any = None
         # Workers get the port of a socket that listens already. Were only a free number chosen here, another process
         # could take it before the store does.
-        listener = placement.listen()
+        address: str = listener.getsockname()[0]
         self.port: int = listener.getsockname()[1]
         with listener:
             if "torch" not in sys.modules:
@@ -27,9 +34,8 @@ class RunStore:
                 return
             from tutti.launch.store import serve  # Imports torch.
 
-            # A copy, because the store takes its file over, and the block closes `listener`.
-            address, file = placement.address, os.dup(listener.fileno())
-            if (namespace := placement.store_host.namespace) is None:
+            file = os.dup(listener.fileno())  # A copy, because the store takes its file over.
+            if namespace is None:
                 self._store = serve(address, self.port, file)
             else:
                 # Making a store also connects to it, and only from inside is its address reached.

@@ -1,18 +1,14 @@
 """`SupervisedWorker`: a worker process as its supervisor sees it, and what can be done to one."""
 
-import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tutti.errors import WorkerFailed
-from tutti.launch.fork_client import ForkedProcess, describe_status
-from tutti.launch.out_of_memory import suspected_oom
+from tutti.launch.launcher import WorkerProcess
 from tutti.launch.output import RankOutput
-from tutti.launch.start import Process
 from tutti.launch.supervisor_pipe import Inbox
 
 POLL_S = 0.05
@@ -27,13 +23,11 @@ class SupervisedWorker:
     """Its RANK, which no other worker of the run gets."""
     slot: int
     """Its place on the hosts of the run. Of two workers with the same slot one has replaced the other."""
-    process: Process
+    process: WorkerProcess
     pipe: int
     """The supervisor's end of the supervisor pipe."""
     outputs: dict[int, RankOutput]
     """Its stdout and stderr, by the number of the supervisor's end."""
-    oom_kills_before: int = 0
-    """Processes that the kernel had killed for want of memory when it was started."""
     is_new: bool = False
     """Whether it was started after the run had begun."""
     inbox: Inbox = field(default_factory=Inbox)
@@ -60,8 +54,7 @@ class SupervisedWorker:
         status = self.process.poll()
         if status is None or status == 0:
             return None
-        end = self.process.describe_end() if isinstance(self.process, ForkedProcess) else describe_status(status)
-        return end + (suspected_oom(self.oom_kills_before) if status == -signal.SIGKILL else "")
+        return self.process.describe_end()
 
     @property
     def knocked_on(self) -> bool:
@@ -100,8 +93,7 @@ class SupervisedWorker:
 
     def ask_to_stop(self) -> None:
         """Send SIGTERM to the worker alone: its training loop needs the workers of its DataLoader to its end."""
-        with suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGTERM)
+        self.process.send_signal(signal.SIGTERM)
 
     def ask_to_leave(self) -> None:
         """Have it leave the run: at the next boundary, or at once if it has not joined the others yet."""
@@ -114,13 +106,7 @@ class SupervisedWorker:
     def remove(self) -> None:
         """End a worker that nobody needs."""
         self.is_removed = True
-        signal_group(self.process.pid, signal.SIGKILL)
-
-
-def signal_group(group: int, sign: signal.Signals) -> None:
-    """Send a signal to a process group, if there is one of this number."""
-    with suppress(ProcessLookupError):
-        os.killpg(group, sign)
+        self.process.signal_group(signal.SIGKILL)
 
 
 def let_save(workers: Sequence[SupervisedWorker], read: Callable[[float], None]) -> None:

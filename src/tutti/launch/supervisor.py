@@ -41,22 +41,19 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from tutti.errors import RankLost, StoreLost, WorkerFailed
-from tutti.launch.control_service import announce_run, serve_coordinator
 from tutti.launch.control_settings import COORDINATOR, ELASTIC, SECRET
 from tutti.launch.diagnosis_line import DiagnosisLine
 from tutti.launch.elastic_run import ElasticRun
 from tutti.launch.joined_run import JoinedRun
-from tutti.launch.lab.placement import ProcessPlacement
-from tutti.launch.out_of_memory import oom_kills
+from tutti.launch.launcher import Launcher
 from tutti.launch.output import RankOutput
 from tutti.launch.run_control import RunControl
 from tutti.launch.run_store import RunStore
-from tutti.launch.start import Program, WorkerStarter, common_environment
-from tutti.launch.supervised_worker import POLL_S, SupervisedWorker, let_save, signal_group
+from tutti.launch.start import Program
+from tutti.launch.supervised_worker import POLL_S, SupervisedWorker, let_save
 from tutti.launch.supervisor_pipe import Watcher
 from tutti.launch.worker_changes import WorkerChanges
 from tutti.launch.worker_reader import WorkerReader
@@ -78,8 +75,8 @@ class Supervisor:
     def __init__(
         self,
         program: Program,
-        placement: ProcessPlacement,
-        environment: dict[str, str],
+        launcher: Launcher,
+        variables: dict[str, str],
         watch: Watcher | None = None,
         *,
         elastic: ElasticRun | None = None,
@@ -88,12 +85,13 @@ class Supervisor:
         """Start nothing yet.
 
         Args:
-            environment: variables of the run for its workers.
+            launcher: starts the workers of `program`; it is opened and closed here.
+            variables: those of the run for its workers.
             watch: called with what workers report.
             elastic: how workers may come and go; None if their number is fixed.
             joins: the run of another launcher, to which the workers are added.
         """
-        self._placement, self._environment = placement, environment
+        self._program, self._launcher, self._variables = program, launcher, dict(variables)
         self._elastic, self._joins = elastic, joins
         self._workers: list[SupervisedWorker] = []
         self._first_failed: SupervisedWorker | None = None
@@ -106,30 +104,26 @@ class Supervisor:
         """Reports who holds the others up."""
         self.losses: list[tuple[int, str]] = []
         """Ranks that the others went on without, and why."""
-        self._announcement: Path | None = None
-        """The file by which `tutti status` finds this run."""
         self._store: RunStore | None = None
         self._store_end: str | None = None
         """How the process that serves the store ended, if it did before any worker failed."""
-        self._common_environment = common_environment(environment, placement.num_workers)
         if elastic is not None:
-            self._common_environment[ELASTIC] = f"{elastic.minimum}:{elastic.maximum}"
-        # A fork server that has to be started imports from here on, while the store is set up.
-        self._starter = WorkerStarter(program, placement, self._common_environment)
-        self._reader = WorkerReader(self._starter, watch, self.diagnosis.clear)
+            self._variables[ELASTIC] = f"{elastic.minimum}:{elastic.maximum}"
+        self._reader = WorkerReader(launcher, watch, self.diagnosis.clear)
         self._changes = None
         if elastic is not None:
-            self._changes = WorkerChanges(elastic, placement, self._workers, self._start, self._show)
+            self._changes = WorkerChanges(elastic, launcher, self._workers, self._start, self._show)
 
     def run(self) -> list[Any]:
         """Start all, wait for all, and return their results by rank."""
         try:
+            self._launcher.open(self._program, self._variables)
             # First: their ports are among the variables of every worker.
             first = self._serve() if self._joins is None else self._connect(self._joins)
             assert self._control is not None
             if self._changes is not None:
                 self._changes.begin(self._control)
-            for slot in range(self._placement.num_workers):
+            for slot in range(self._launcher.num_workers):
                 self._start(slot, first + slot, is_new=self._joins is not None)
             self._watch_until_ended()
         except BaseException:  # Ctrl-C and signals: failures of workers are no exceptions here.
@@ -146,26 +140,20 @@ class Supervisor:
 
     def _serve(self) -> int:
         """Serve what workers need to find each other; return the number of the first one."""
-        elastic, variables = self._elastic, self._common_environment
-        listen = None if elastic is None else elastic.listen
-        coordinator = self._control = serve_coordinator(self._placement, variables, listen)
-        if elastic is not None:
-            coordinator.set_limits(elastic.minimum, elastic.maximum, self._placement.num_workers)
-        self._announcement = announce_run(coordinator, self._placement, variables)
-        self._store = RunStore(self._placement, self._starter, variables)
-        variables["MASTER_PORT"] = str(self._store.port)
-        if listen is not None:
-            where = f"{coordinator.address}:{coordinator.port}"
+        self._control = self._launcher.place_coordinator(self._variables, self._elastic)
+        self._store = self._launcher.place_store(self._variables)
+        if self._elastic is not None and self._elastic.listen is not None:
+            where = self._variables[COORDINATOR]
             self._show(f"tutti: workers on other hosts join this run with: tutti join {where} SCRIPT")
         return 0
 
     def _connect(self, joins: JoinedRun) -> int:
         """Use what the launcher of another run serves; return the number of the first worker."""
         self._control = joins
-        self._common_environment[SECRET] = joins.secret.text
-        self._common_environment[COORDINATOR] = str(joins.endpoint)
+        self._variables[SECRET] = joins.secret.text
+        self._variables[COORDINATOR] = str(joins.endpoint)
         # Nothing of torch's own listens there: its process groups have a fixed number of members.
-        self._common_environment["MASTER_PORT"] = str(joins.endpoint.port)
+        self._variables["MASTER_PORT"] = str(joins.endpoint.port)
         return joins.first_number
 
     def _start(self, slot: int, number: int, *, is_new: bool) -> SupervisedWorker:
@@ -174,7 +162,7 @@ class Supervisor:
         pipes = [os.pipe() for _ in range(3)]
         (out, _), (err, _), (pipe, _) = pipes
         try:
-            process = self._starter.start(slot, self._environment_of(slot, number), [writer for _, writer in pipes])
+            process = self._launcher.start(slot, number, self._variables, [writer for _, writer in pipes])
         except BaseException:
             for reader, _ in pipes:
                 os.close(reader)
@@ -184,18 +172,10 @@ class Supervisor:
             for _, writer in pipes:
                 os.close(writer)
         outputs = {file: RankOutput(number, is_stderr=file == err) for file in (out, err)}
-        worker = SupervisedWorker(number, slot, process, pipe, outputs, oom_kills(), is_new)
+        worker = SupervisedWorker(number, slot, process, pipe, outputs, is_new)
         self._workers.append(worker)
         self._reader.add(worker)
         return worker
-
-    def _environment_of(self, slot: int, number: int) -> dict[str, str]:
-        """Variables of one worker. What the run was given comes last, and so overrules what the placement says."""
-        return {
-            **self._placement.environment(slot, number),
-            **self._common_environment,
-            **self._environment,
-        }
 
     def _watch_until_ended(self) -> None:
         """Pass on output until all workers have ended, or the grace after the first failure is over."""
@@ -246,7 +226,7 @@ class Supervisor:
                 continue
             if worker.ended_at is None:
                 worker.evicted = f"was killed by the launcher: {reason}"
-                signal_group(worker.process.pid, signal.SIGKILL)
+                worker.process.signal_group(signal.SIGKILL)
             elif worker.knocked_on and "was silent" in reason:
                 # Cut off, it took the others for lost a moment before they gave it up.
                 worker.evicted = f"is lost: {reason}"
@@ -302,7 +282,7 @@ class Supervisor:
     def _lose(self, worker: SupervisedWorker) -> None:
         """Go on without a worker, and end what it started now: until the run ends may take long."""
         self._lost.append(worker)
-        signal_group(worker.process.pid, signal.SIGKILL)
+        worker.process.signal_group(signal.SIGKILL)
         outlook = "" if self._changes is None else self._changes.lost(worker)
         if any(each.ended_at is None for each in self._workers) or worker.is_starting:
             outlook = f": the others go on without it{outlook}"
@@ -323,7 +303,7 @@ class Supervisor:
                 self._signal_all(signal.SIGKILL)
                 self._close()
             finally:
-                self._starter.close()  # The fork server then kills what it forked, if that has not been done.
+                self._launcher.close()
 
     def _signal_all(self, sign: signal.Signals) -> None:
         """Send a signal to workers (the last one to all that they started, too) and give them a moment to end."""
@@ -331,23 +311,19 @@ class Supervisor:
         # SIGKILL also goes to the groups of workers that have ended: children that they left behind are in them.
         for worker in self._workers if sign == signal.SIGKILL else running:
             if worker not in self._lost:  # Those were lost perhaps long ago, and the number may be another's now.
-                signal_group(worker.process.pid, sign)
+                worker.process.signal_group(sign)
         deadline = time.monotonic() + _GRACE_S
         for worker in running:
             with suppress(subprocess.TimeoutExpired):
                 worker.process.wait(max(0.0, deadline - time.monotonic()))
 
     def _close(self) -> None:
-        """Read what workers have still written, and close their pipes and the store. No worker runs any more."""
+        """Read what workers have still written, and close their pipes. No worker runs any more."""
         # Before the pipes are closed: workers' last lines, which often hold the error, may still lie in them.
         self._reader.drain(_GRACE_S)
         self._reader.close(self._workers)
-        if self._announcement is not None:
-            self._announcement.unlink(missing_ok=True)
         if self._control is not None:
             self._control.close()
-        if self._store is not None:
-            self._store.close()
 
     def _raise_first_failure(self) -> None:
         if self._store_end is not None:

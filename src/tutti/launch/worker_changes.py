@@ -21,7 +21,7 @@ from tutti.coordination.launchers import ManagementRequest
 from tutti.launch.chaos_runner import ChaosRunner
 from tutti.launch.chaos_targets import RunTargets
 from tutti.launch.elastic_run import ElasticRun
-from tutti.launch.lab.placement import ProcessPlacement
+from tutti.launch.launcher import Launcher
 from tutti.launch.restarts import Restarts
 from tutti.launch.run_control import RunControl
 from tutti.launch.supervised_worker import SupervisedWorker
@@ -41,7 +41,7 @@ class WorkerChanges:
     def __init__(
         self,
         elastic: ElasticRun,
-        placement: ProcessPlacement,
+        launcher: Launcher,
         workers: list[SupervisedWorker],
         start: StartWorker,
         show: Callable[[str], None],
@@ -50,7 +50,7 @@ class WorkerChanges:
         self._elastic, self._workers = elastic, workers
         self._start, self._show = start, show
         self._restarts = Restarts(elastic.restarts)
-        self._chaos = None if elastic.chaos is None else ChaosRunner(elastic.chaos, RunTargets(self, placement), show)
+        self._chaos = None if elastic.chaos is None else ChaosRunner(elastic.chaos, RunTargets(self, launcher), show)
         self._control: RunControl | None = None
         self._told: bool | None = None
         """What the coordinator was told last."""

@@ -10,7 +10,7 @@ import selectors
 import time
 from collections.abc import Callable, Sequence
 
-from tutti.launch.start import WorkerStarter
+from tutti.launch.launcher import Launcher
 from tutti.launch.supervised_worker import POLL_S, SupervisedWorker
 from tutti.launch.supervisor_pipe import Watcher
 
@@ -18,17 +18,17 @@ from tutti.launch.supervisor_pipe import Watcher
 class WorkerReader:
     """Reads for a supervisor, in its thread."""
 
-    def __init__(self, starter: WorkerStarter, watch: Watcher | None, before_output: Callable[[], None]) -> None:
+    def __init__(self, launcher: Launcher, watch: Watcher | None, before_output: Callable[[], None]) -> None:
         """Call `watch` with what workers report, and `before_output` before one of their lines is printed."""
         self._selector = selectors.DefaultSelector()
-        self._starter, self._watch, self._before_output = starter, watch, before_output
+        self._launcher, self._watch, self._before_output = launcher, watch, before_output
         self._watches_channel = False
 
     def add(self, worker: SupervisedWorker) -> None:
         """Read from one more worker."""
         for file in (*worker.outputs, worker.pipe):
             self._selector.register(file, selectors.EVENT_READ, worker)
-        channel = self._starter.channel
+        channel = self._launcher.ends
         if channel is not None and not self._watches_channel:
             self._watches_channel = True
             self._selector.register(channel, selectors.EVENT_READ)
@@ -85,7 +85,7 @@ class WorkerReader:
 
     def _receive_ends(self) -> None:
         """Take in what the fork server reports: `poll` of a forked process then knows its status."""
-        channel = self._starter.channel
+        channel = self._launcher.ends
         assert channel is not None
         channel.receive()
         if channel.server_ended:  # It stays readable for ever.
