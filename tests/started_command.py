@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import warm
 class Command:
     """A `tutti` command in a process of its own, and what it has printed."""
 
-    def __init__(self, folder: Path, *words: str, **variables: str) -> None:
+    def __init__(self, folder: Path, *words: str, prefix: Sequence[str] = (), **variables: str) -> None:
+        """Start it in `folder`. `prefix`: what goes before the command, to run it in a network namespace."""
         self._process = subprocess.Popen(
-            [*warm.main_of("tutti.cli"), *words],
+            [*prefix, *warm.main_of("tutti.cli"), *words],
             cwd=folder,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -39,6 +41,10 @@ class Command:
         assert self._process.stdin is not None
         self._process.stdin.write(text)
         self._process.stdin.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)

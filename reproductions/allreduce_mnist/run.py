@@ -98,7 +98,7 @@ def _all_step_times(
 def _collectives_in_lab(config: AllReduceConfig, context: ReproductionContext) -> CollectiveComparison:
     context.progress(f"all-reduce alone, lab, {context.rate}, {config.accuracy_workers} workers")
     with make_lab(config.accuracy_workers, context.rate) as hosts:
-        measured = under_mpi.run(collectives_bench.measure, list(config.sizes), 5, lab=hosts)
+        measured = under_mpi.run(collectives_bench.measure, list(config.sizes), 5, on=hosts)
     return from_json(CollectiveComparison, measured, "all-reduce alone")
 
 

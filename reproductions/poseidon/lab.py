@@ -76,7 +76,7 @@ def measure(
         with lab(number, rate) as hosts:
             for model, strategies in request.strategies.items():
                 progress(f"lab, {rate}, {number} hosts: {model}")
-                ranks = launch(time_strategies, model, request, lab=hosts)
+                ranks = launch(time_strategies, model, request, on=hosts)
                 yield LabRun(
                     model=model,
                     workers=number,

@@ -380,9 +380,9 @@ def test_reproduce_quickly(call: Call, tmp_path: Path, monkeypatch: pytest.Monke
     """Under mpirun on this host; in the lab, where `test_bench_collectives` is under it too, by Tutti's launcher."""
     under_mpirun = under_mpi.run
 
-    def run(function: Any, *args: Any, lab: Lab | None = None, **options: Any) -> Any:
-        if lab is not None:
-            return tutti.launch(function, *args, lab=lab)[0]
+    def run(function: Any, *args: Any, on: Lab | None = None, **options: Any) -> Any:
+        if on is not None:
+            return tutti.launch(function, *args, on=on)[0]
         return under_mpirun(function, *args, **options)
 
     monkeypatch.setattr(under_mpi, "run", run)

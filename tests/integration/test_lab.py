@@ -90,7 +90,7 @@ def train(world: tutti.World | None = None) -> list[float]:
 @pytest.fixture(scope="module")
 def four_hosts() -> list[dict[str, Any]]:
     with tutti.lab(4, ["200mbit", "200mbit", "20mbit", "200mbit"]) as lab:
-        return tutti.launch(examine, lab=lab)
+        return tutti.launch(examine, on=lab)
 
 
 def test_each_rank_is_on_its_host(four_hosts: list[dict[str, Any]]) -> None:
@@ -137,7 +137,7 @@ def reduce_slowly(megabytes: int) -> tuple[float, float]:
 
 def test_waiting_is_patient_with_what_moves() -> None:
     with tutti.lab(2, "8mbit", ranks_per_host=2) as lab:
-        results = tutti.launch(reduce_slowly, 4, timeout=timedelta(seconds=2), lab=lab)
+        results = tutti.launch(reduce_slowly, 4, timeout=timedelta(seconds=2), on=lab)
     assert [total for total, _ in results] == [4.0] * 4
     assert min(seconds for _, seconds in results) > 3
 
@@ -146,15 +146,15 @@ def test_two_ranks_on_a_host() -> None:
     said: dict[int, dict[str, Any]] = {}
     with tutti.lab(2, ranks_per_host=2) as lab:
         with pytest.raises(ConfigError, match=r"3 workers do not fit .* 2 hosts with 2 each.* make it 4"):
-            tutti.launch(speaks_and_fails, lab=lab, workers=3)
+            tutti.launch(speaks_and_fails, on=lab, workers=3)
         with pytest.raises(WorkerFailed, match="rank 3 failed: RuntimeError: enough"):
-            tutti.launch(speaks_and_fails, lab=lab, workers=4, watch=said.__setitem__)
+            tutti.launch(speaks_and_fails, on=lab, workers=4, watch=said.__setitem__)
     assert [said[rank]["host"] for rank in range(4)] == ["host0", "host0", "host1", "host1"]
     for rank in range(4):
         ids = said[rank]["ids"]
         assert ids[0] == ids[1] != ids[2] == ids[3]
     with pytest.raises(ConfigError, match="is closed: make a new one"):
-        tutti.launch(speaks_and_fails, lab=lab)
+        tutti.launch(speaks_and_fails, on=lab)
     lab.close()  # Again: nothing happens.
 
 

@@ -60,6 +60,6 @@ def test_a_rank_that_holds_the_interpreters_lock_is_not_evicted(
 ) -> None:
     monkeypatch.setenv("TUTTI_PATIENCE", "1s")
     with tutti.lab(2, "1gbit", ranks_per_host=ranks_per_host) as lab:
-        results = tutti.launch(hold_the_interpreters_lock, holders, lab=lab)
+        results = tutti.launch(hold_the_interpreters_lock, holders, on=lab)
     assert [total for total, _ in results] == [2.0 * ranks_per_host] * (2 * ranks_per_host)
     assert min(seconds for _, seconds in results) > 2.5

@@ -53,7 +53,7 @@ def test_connections_between_hosts_are_encrypted(encrypt: str, monkeypatch: pyte
     """And those between two ranks of one host are not; nor any, if the user says so."""
     monkeypatch.setenv("TUTTI_ENCRYPT", encrypt)
     with tutti.lab(2, ranks_per_host=2, name=f"{NAME}-tls") as lab:
-        results = tutti.launch(reduce_and_look, lab=lab, timeout=timedelta(seconds=30))
+        results = tutti.launch(reduce_and_look, on=lab, timeout=timedelta(seconds=30))
     for rank, (total, encrypted) in enumerate(results):
         assert total == 6.0
         others = [other for other in range(4) if other != rank]

@@ -413,7 +413,8 @@ def test_the_process_of_the_store_ends(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import select; print('here', flush=True); select.select([], [], [], 60)")
     code = (
-        "import os, signal; from tutti.launch import local_launcher, start, supervisor; from tutti.launch.local import run_script\n"
+        "import os, signal; from tutti.launch import local_launcher, start, supervisor\n"
+        "from tutti.launch.local import run_script\n"
         "class Killed(start.WorkerStarter):\n"
         "    def start(self, rank, *rest):\n"
         "        store = next(iter(self.channel._processes))\n"

@@ -8,7 +8,7 @@ import pytest
 
 import tutti
 from tutti.errors import WorkerFailed
-from tutti.launch import supervisor
+from tutti.launch import local_launcher
 from tutti.launch.out_of_memory import oom_kills, suspected_oom
 
 
@@ -36,6 +36,6 @@ def dies() -> None:
 
 
 def test_the_launcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "oom_kills", lambda: -1)  # As if the kernel had killed one since.
+    monkeypatch.setattr(local_launcher, "oom_kills", lambda: -1)  # As if the kernel had killed one since.
     with pytest.raises(WorkerFailed, match=r"rank 0 was killed by SIGKILL, most likely for want of memory: the kernel"):
         tutti.launch(dies, workers=1)

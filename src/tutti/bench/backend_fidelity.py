@@ -56,7 +56,7 @@ def compare(model: str, lab: Lab, steps: int) -> FSDPFidelity:
     The time that a step of DDP takes in the lab beyond its simulated time is added to every simulated step. It is the
     cost of waking threads and of cores that compute and communicate.
     """
-    by_rank = launch(_in_lab, model, steps, lab=lab)
+    by_rank = launch(_in_lab, model, steps, on=lab)
     measured, workers = by_rank[0], len(by_rank)
     compute = Compute(flops=measured["flops"], step_s=measured["step_s"])
     cluster = cluster_with(measured["network"], "calibrated", compute=compute)

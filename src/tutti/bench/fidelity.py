@@ -89,7 +89,7 @@ def compare(jobs: JobsByLab, steps: int, show_activity: Callable[[str], None]) -
 
         show_activity(f"lab {spec}: measuring its links")
         with Lab(spec) as lab:
-            by_rank = launch(in_lab, pairs, steps, lab=lab, watch=show)
+            by_rank = launch(in_lab, pairs, steps, on=lab, watch=show)
         for model, strategy in pairs:
             show_activity(f"simulating {spec}: {model}, {strategy}")
             # Calibrated by a reference job in the same lab, so that only the strategy's own simulation is checked.

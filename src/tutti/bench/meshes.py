@@ -168,7 +168,7 @@ def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def in_lab(model: str, lab: Lab, rounds: int) -> MeshComparison:
     """Predict the step time of every mesh of a lab's ranks from measurements there, and time each."""
-    (case, *_) = launch(_in_lab, model, str(lab.spec), rounds, lab=lab)
+    (case, *_) = launch(_in_lab, model, str(lab.spec), rounds, on=lab)
     return case
 
 

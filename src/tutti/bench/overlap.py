@@ -53,7 +53,7 @@ def in_lab(benchmark: StrategyBenchmark) -> tuple[PlannerInputs, dict[str, float
 
 def measure_overlap(model: str, lab: Lab, rounds: int) -> OverlapReport:
     """Time steps with and without overlap in a lab, and compute the saving that was possible."""
-    by_rank = launch(in_lab, StrategyBenchmark(model, STRATEGIES, rounds), lab=lab)
+    by_rank = launch(in_lab, StrategyBenchmark(model, STRATEGIES, rounds), on=lab)
     inputs, seconds = by_rank[0]
     # The profile gives the moments of gradients, and "solo" the length of a step while all ranks compute.
     profile = slowed(inputs.profile, seconds["solo"] / inputs.profile.seconds)

@@ -124,4 +124,4 @@ def _launched(
 
     show_activity(f"{benchmark.model}, {hosts} hosts at {rate}: starting")
     with Lab(LabSpec.parse(f"hosts={hosts},rate={rate}")) as lab:
-        return launch(function, benchmark, lab=lab, watch=show)
+        return launch(function, benchmark, on=lab, watch=show)

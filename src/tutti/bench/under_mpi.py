@@ -35,16 +35,16 @@ def run(
     function: Callable[..., Any],
     *args: Any,
     workers: int | None = None,
-    lab: Lab | None = None,
+    on: Lab | None = None,
     watch: Watcher | None = None,
 ) -> Any:
     """Run `function(*args)` on several ranks, under mpirun if it is installed, and return rank 0's result.
 
-    The function belongs to a module; its arguments and its result are JSON. With a lab, ranks run on the lab's hosts.
+    The function belongs to a module; its arguments and its result are JSON. With a lab, ranks run on its hosts.
     """
     if workers == 1 or not available():  # Without MPI the benchmark has one candidate less.
-        return launch(function, *args, workers=workers, lab=lab, watch=watch)[0]
-    workers = workers or (lab.spec.num_workers if lab is not None else 2)
+        return launch(function, *args, workers=workers, on=on, watch=watch)[0]
+    workers = workers or (on.spec.num_workers if on is not None else 2)
     with tempfile.TemporaryDirectory(prefix="tutti-bench-") as folder:
         result = Path(folder) / "result.json"
         task = json.dumps([function.__module__, function.__name__, args, str(result)])
@@ -54,7 +54,7 @@ def run(
         # Before a rank imports anything, it asks the kernel to end it together with mpirun.
         bind_to_parent = [sys.executable, "-I", "-S", command.__file__, "0"]
         argv = [*bind_to_parent, *main_of("tutti.bench.under_mpi"), task]
-        with nullcontext(mpirun(workers, argv)) if lab is None else _in_lab(lab, argv) as mpirun_argv:
+        with nullcontext(mpirun(workers, argv)) if on is None else _in_lab(on, argv) as mpirun_argv:
             status = _run(mpirun_argv, environment)
         # A rank that exits early without an error leaves no result.
         if status or not result.exists():

@@ -18,7 +18,7 @@ def open_lab(spec: str | None) -> "AbstractContextManager[Lab | None]":
 
 def launch_arguments(workers: int, lab: "Lab | None") -> dict[str, Any]:
     """The keyword argument of `tutti.launch` that says where to start ranks."""
-    return {"workers": workers} if lab is None else {"lab": lab}
+    return {"workers": workers} if lab is None else {"on": lab}
 
 
 def describe_hosts(workers: int, lab: "Lab | str | None") -> str:

@@ -14,7 +14,9 @@ from tutti.cli.options import CheckpointEvery, Grace, LabText, checked_every
 from tutti.cli.run_options import (
     Arguments,
     ChaosText,
+    Hosts,
     Listen,
+    On,
     RestartsLimit,
     Script,
     Spawn,
@@ -43,17 +45,21 @@ def run(
     checkpoint_every: CheckpointEvery = None,
     grace: Grace = None,
     lab: LabText = None,
+    hosts: Hosts = None,
+    on: On = None,
     spawn: Spawn = False,
     start: Start = None,
     restarts: RestartsLimit = None,
     listen: Listen = None,
     chaos: ChaosText = None,
 ) -> None:
-    """Run a script in several processes on this machine, or on the emulated hosts of a lab (see `tutti lab`).
+    """Run a script in several processes on this machine, on other hosts, or on the emulated hosts of a lab.
 
     Options of `tutti run` come before the script. Everything after the script is passed to the script.
 
-    Example: tutti run --workers 4 train.py --lr 0.1
+    Examples: tutti run --workers 4 train.py --lr 0.1
+
+    tutti run --hosts a:2,b:4 train.py
     """
     if not Path(script).is_file():
         raise ConfigError(f"there is no script '{script}' in {Path.cwd()}.")
@@ -61,6 +67,7 @@ def run(
 
     # Checked here, where a mistake is one message and not one for each worker.
     options = {"start": start, "restarts": restarts, "chaos": chaos, "listen": listen}
+    launcher = _launcher(lab, hosts, on)
     number = _number_of_workers(workers, {name: each for name, each in options.items() if each is not None}, lab)
     environment = {} if strategy is None else {"TUTTI_STRATEGY": _checked_strategy(strategy, number)}
     environment |= durations(TUTTI_TIMEOUT=timeout, TUTTI_GRACE=grace)
@@ -68,11 +75,20 @@ def run(
         environment["TUTTI_CHECKPOINT_EVERY"] = checked_every(checkpoint_every)
     if spawn:
         environment["TUTTI_START"] = "spawn"
-    if number is None and lab is None:
+    if number is None and lab is None and launcher in (None, "local"):
         # Not `os.cpu_count`: a container or `taskset` may allow fewer cores than the machine has.
         number = len(os.sched_getaffinity(0))
-    with open_lab(lab) as hosts, naming_late_options(context, script, args):
-        run_script([script, *(args or [])], number, environment, hosts)
+    with open_lab(lab) as opened, naming_late_options(context, script, args):
+        run_script([script, *(args or [])], number, environment, opened or launcher)
+
+
+def _launcher(lab: str | None, hosts: str | None, on: str | None) -> str | None:
+    """Return the launcher and its options, if they are not those of the lab; `ConfigError` for two launchers."""
+    given = {"--lab": lab, "--hosts": hosts, "--on": on}
+    names = [name for name, text in given.items() if text is not None]
+    if len(names) > 1:
+        raise ConfigError(f"{' and '.join(names)} each say where workers are started: give one of them.")
+    return on if hosts is None else f"ssh:{hosts}"
 
 
 @contextmanager

@@ -38,6 +38,24 @@ RestartsLimit = Annotated[
         help="Number of workers that are started in place of lost ones, with --workers MIN:MAX. Default: 10.",
     ),
 ]
+Hosts = Annotated[
+    str | None,
+    typer.Option(
+        "--hosts",
+        metavar="HOST[:N],...",
+        help="Start N workers on each host over ssh, 1 if no number is given: a:2,user@b:4. Working folder, script, "
+        "Python and versions must be the same as here. Short for --on ssh:HOSTS.",
+    ),
+]
+On = Annotated[
+    str | None,
+    typer.Option(
+        "--on",
+        metavar="LAUNCHER[:OPTIONS]",
+        help="Where workers are started: local (the default), lab:OPTIONS, ssh:HOSTS, or one that another package "
+        "offers.",
+    ),
+]
 Listen = Annotated[
     str | None,
     typer.Option(

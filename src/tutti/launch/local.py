@@ -10,8 +10,10 @@ from tutti.launch.elastic_run import ElasticRun, Workers, parse_workers
 from tutti.launch.joined_run import JoinedRun
 from tutti.launch.lab.lab import Lab
 from tutti.launch.lab.placement import here
-from tutti.launch.local_launcher import LocalLauncher, in_lab, on_this_machine
+from tutti.launch.launcher import Launcher
+from tutti.launch.local_launcher import LocalLauncher, in_lab
 from tutti.launch.pickling import packed_call
+from tutti.launch.registry import make_launcher
 from tutti.launch.start import Program, modules_for
 from tutti.launch.supervisor import Supervisor
 from tutti.launch.supervisor_pipe import IMPORTING, PIPE_VARIABLE, Watcher
@@ -25,9 +27,9 @@ def launch(
     timeout: Duration | None = None,
     transport: str | None = None,
     watch: Watcher | None = None,
-    lab: Lab | None = None,
+    on: Lab | str | None = None,
 ) -> list[Any]:
-    """Run `function(*args)` in `workers` processes on this machine; return their results by rank.
+    """Run `function(*args)` in `workers` processes, on this machine by default; return their results by rank.
 
     Args:
         function: calls `tutti.init()` itself. It and its arguments go to workers by name where they can be imported, as
@@ -38,7 +40,8 @@ def launch(
         timeout: how long workers wait for the others to start: seconds, "40s" or a timedelta.
         transport: as for `tutti.init`.
         watch: called with a rank and what it reported by `tutti.launch.supervisor_pipe.SupervisorPipe.progress`.
-        lab: run them on its hosts, from `tutti.lab(...)`.
+        on: where, if not here: the lab that `tutti.lab(...)` has made, or a launcher as for `tutti run --on`, such as
+            "ssh:a:2,b:4" for two workers on host a and four on host b.
 
     Raises `WorkerFailed` for the first worker that failed, after all others have stopped. A worker that called
     `tutti.launch.supervisor_pipe.SupervisorPipe.tolerate_loss` may fail: its result is None and the others go on.
@@ -58,7 +61,7 @@ def launch(
         environment["TUTTI_TIMEOUT"] = str(parse_duration(timeout).total_seconds())
     if transport is not None:
         environment["TUTTI_TRANSPORT"] = transport
-    return supervise(function, args, parse_workers(workers, "workers"), environment, watch, lab).run()
+    return supervise(function, args, parse_workers(workers, "workers"), environment, watch, on).run()
 
 
 def launch_by_value(function: Callable[..., Any], *args: Any, workers: Workers, watch: Watcher) -> list[Any]:
@@ -66,7 +69,7 @@ def launch_by_value(function: Callable[..., Any], *args: Any, workers: Workers, 
     _refuse_in_worker()
     parsed = parse_workers(workers, "workers")
     program = Program(["--function"], packed_call(function, args, by_value=True))
-    return Supervisor(program, _placement(parsed, None), {}, watch, elastic=_elastic(parsed)).run()
+    return Supervisor(program, _launcher(parsed, None), {}, watch, elastic=_elastic(parsed)).run()
 
 
 def is_importing() -> bool:
@@ -89,19 +92,18 @@ def supervise(
     workers: int | ElasticRun | None,
     environment: dict[str, str],
     watch: Watcher | None = None,
-    lab: Lab | None = None,
+    on: Lab | str | None = None,
 ) -> Supervisor:
     """Make the supervisor of a launch, with variables for its workers. Its `run` starts them."""
     program, elastic = Program(["--function"], packed_call(function, args)), _elastic(workers)
-    launcher = on_this_machine("", workers) if lab is None else in_lab(lab, workers)
-    return Supervisor(program, launcher, environment, watch, elastic=elastic)
+    return Supervisor(program, _launcher(workers, on), environment, watch, elastic=elastic)
 
 
 def run_script(
     argv: Sequence[str],
     workers: int | ElasticRun | None,
     environment: dict[str, str],
-    lab: Lab | None = None,
+    on: Lab | str | None = None,
     *,
     joins: JoinedRun | None = None,
 ) -> None:
@@ -109,13 +111,11 @@ def run_script(
 
     Args:
         workers: how many, or how they may come and go. In a lab, None or as many as it has places for.
+        on: as for `launch`.
         joins: the run of another launcher, to which the workers are added.
     """
     program = Program(argv, modules=modules_for(argv[0]))
-    if joins is not None:
-        launcher = LocalLauncher(here(joins.num_workers))
-    else:
-        launcher = on_this_machine("", workers) if lab is None else in_lab(lab, workers)
+    launcher = _launcher(workers, on) if joins is None else LocalLauncher(here(joins.num_workers))
     supervisor = Supervisor(program, launcher, environment, elastic=_elastic(workers), joins=joins)
     supervisor.run()
     # The strategy may go on without a worker. Its script has failed all the same, and the exit status says so.
@@ -126,6 +126,10 @@ def run_script(
 def run_command(argv: Sequence[str], lab: Lab) -> None:
     """Run any command in every place of a lab; raise `WorkerFailed` for the first that failed."""
     Supervisor(Program(argv, is_command=True), LocalLauncher(lab.placement), {}).run()
+
+
+def _launcher(workers: int | ElasticRun | None, on: Lab | str | None) -> Launcher:
+    return in_lab(on, workers) if isinstance(on, Lab) else make_launcher(on or "local", workers)
 
 
 def _elastic(workers: int | ElasticRun | None) -> ElasticRun | None:

@@ -67,7 +67,7 @@ def _measure(
     with open_lab(lab) as hosts, console.status("starting") as status:
         if hosts is not None:
             # A lab has a fixed number of ranks, so one launch is all there is to time.
-            return launch(measure, benchmark, lab=hosts, watch=show_activity(status))[0]
+            return launch(measure, benchmark, on=hosts, watch=show_activity(status))[0]
         for number in parse_worker_counts(workers, 2, "2,4"):
             rows += launch(measure, benchmark, workers=number, watch=show_activity(status))[0]
     return rows

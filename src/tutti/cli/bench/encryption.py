@@ -37,7 +37,7 @@ def encryption(
     console = Console()
     with open_lab(lab) as hosts, console.status(f"timing {len(numbers)} message sizes"):
         assert hosts is not None
-        rows: list[dict[str, Any]] = launch(measure, numbers, rounds, lab=hosts, transport="sockets")[0]
+        rows: list[dict[str, Any]] = launch(measure, numbers, rounds, on=hosts, transport="sockets")[0]
     table = plain_table(f"Median milliseconds per all-reduce by a ring, {describe_hosts(0, lab)}")
     for heading in ("size", "clear", "TLS", "TLS to clear"):
         table.add_column(heading, justify="right")
