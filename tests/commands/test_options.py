@@ -6,10 +6,14 @@ from tutti.cli import app
 
 OPTIONS = {
     "run": (
-        "--chaos --checkpoint-every --grace --lab --listen --restarts --spawn --start --strategy --timeout --workers "
-        "ARGS SCRIPT"
+        "--chaos --checkpoint-every --grace --hosts --lab --listen --on --restarts --spawn --start --strategy "
+        "--timeout --workers ARGS SCRIPT"
     ),
     "join": "--grace --restarts --spawn --workers ADDRESS ARGS SCRIPT",
+    "submit slurm": (
+        "--account --array --checkpoint-every --cpus-per-worker --extra --name --nodes --notice --partition --print "
+        "--requeues --strategy --time --workers-per-node ARGS SCRIPT"
+    ),
     "workers add": "--run COUNT",
     "workers remove": "--run RANK",
     "train": (

@@ -32,6 +32,7 @@ from tutti.cli import (
     run,
     simulate,
     status,
+    submit,
     train,
     workers,
 )
@@ -83,6 +84,7 @@ app.command("reproduce")(reproduce.reproduce)
 app.add_typer(simulate.app, name="simulate")
 app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
+app.add_typer(submit.app, name="submit")
 app.add_typer(workers.app, name="workers")
 
 

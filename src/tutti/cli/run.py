@@ -69,7 +69,7 @@ def run(
     options = {"start": start, "restarts": restarts, "chaos": chaos, "listen": listen}
     launcher = _launcher(lab, hosts, on)
     number = _number_of_workers(workers, {name: each for name, each in options.items() if each is not None}, lab)
-    environment = {} if strategy is None else {"TUTTI_STRATEGY": _checked_strategy(strategy, number)}
+    environment = {} if strategy is None else {"TUTTI_STRATEGY": checked_strategy(strategy, number)}
     environment |= durations(TUTTI_TIMEOUT=timeout, TUTTI_GRACE=grace)
     if checkpoint_every is not None:
         environment["TUTTI_CHECKPOINT_EVERY"] = checked_every(checkpoint_every)
@@ -146,7 +146,7 @@ def durations(**texts: str | None) -> dict[str, str]:
     }
 
 
-def _checked_strategy(text: str, workers: "int | ElasticRun | None") -> str:
+def checked_strategy(text: str, workers: "int | ElasticRun | None") -> str:
     """The canonical spelling of a strategy, which must be possible with every number of workers that there may be."""
     from tutti.launch.elastic_run import ElasticRun
     from tutti.strategies import parse

@@ -1,4 +1,4 @@
-"""What an agent finds on its host, and what of it would keep a run from working there."""
+"""Reports of agents on their hosts, and which findings would keep a run from working there."""
 
 import os
 import platform
