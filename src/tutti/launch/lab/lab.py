@@ -109,7 +109,7 @@ def lab(
     ranks_per_host: int = 1,
     name: str | None = None,
 ) -> "Lab":
-    """Make hosts on this machine, for `tutti.launch(function, lab=...)`. Needs Linux and root.
+    """Make hosts on this machine, for `tutti.launch(function, on=...)`. Needs Linux and root.
 
     Args:
         rate: of every host's link in bits a second, such as "100mbit"; or a sequence, one for each host.
