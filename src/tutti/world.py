@@ -69,8 +69,8 @@ class Regrouping(Protocol):
         """Make a collective call among the ranks that are there, also if some are lost meanwhile."""
         ...
 
-    def collective(self, work: Callable[[], Any]) -> Any:
-        """Do what all ranks do together, again if some are lost meanwhile; None where others had done it."""
+    def collective(self, work: Callable[[], Any], *, same_answer: bool) -> Any:
+        """Do what all ranks do together, again if some are lost meanwhile, if others had not done it."""
         ...
 
     def regroup(self, *, in_call: bool = False) -> bool:
@@ -169,14 +169,19 @@ class World:
             return self.elastic.regrouping.call(name, value, combine, elastic=elastic)
         return self.calls.call(name, value, combine, elastic=elastic)
 
-    def collective(self, work: Callable[[], Any]) -> Any:
+    def collective(self, work: Callable[[], Any], *, same_answer: bool = False) -> Any:
         """Do what all ranks do together. Collective.
 
-        In an elastic world it is done again if ranks are lost meanwhile. It returns None where other ranks had done it
-        before the loss; this rank has taken over their state then.
+        In an elastic world it is done again if ranks are lost meanwhile, unless other ranks had done it before the
+        loss; this rank has taken over their state then.
+
+        Args:
+            work: makes collective calls of this world's transport, or of `calls`.
+            same_answer: whether it returns the same on all ranks, as values that can be sent. Then a rank that finds it
+                done by others returns their answer; otherwise None.
         """
         if self.elastic is not None and self.elastic.regrouping is not None:
-            return self.elastic.regrouping.collective(work)
+            return self.elastic.regrouping.collective(work, same_answer=same_answer)
         return work()
 
     def boundary(self, *, at_end: bool = False) -> None:

@@ -207,11 +207,19 @@ class Cursor:
         num_parts, stages = self.num_parts, self.stages
         return PerRank(value, lambda values: self._combined(values, merge, num_parts, stages))
 
-    def gather(self, state: PerRank) -> dict[str, Any]:
-        """Return the position of all ranks. Collective."""
-        elastic = any(exchange.tolerates_loss for exchange in self.world.usage.exchanges)
+    def gather(self, own: Callable[[], PerRank]) -> dict[str, Any]:
+        """Return the position of all ranks. Collective.
+
+        Args:
+            own: returns `rank_state`; again if ranks have changed meanwhile, as that has the number of this rank.
+        """
+
+        def gathered() -> Any:
+            elastic, state = any(exchange.tolerates_loss for exchange in self.world.usage.exchanges), own()
+            return self.world.calls.call("shard.state_dict", state.value, state.merge, elastic=elastic)
+
         with self.world.waiting():
-            found: dict[str, Any] = self.world.call("shard.state_dict", state.value, state.merge, elastic=elastic)
+            found: dict[str, Any] = self.world.collective(gathered, same_answer=True)
         return found
 
     def _combined(

@@ -63,7 +63,7 @@ class ShardedData(ElasticData):
         step is not taken yet is used again by a run that continues.
         """
         self._come_to_others()
-        return self._cursor.gather(self._rank_state())
+        return self._cursor.gather(self._rank_state)
 
     def rank_state(self, world: World) -> PerRank | None:
         """Return this rank's part of `state_dict`, for a call of `world` that gathers other values as well.

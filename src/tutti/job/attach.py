@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tutti.job.checks import TrainingChecks
+from tutti.job.checks import TrainingChecks, follow
 from tutti.parallel.branch import Branches
 from tutti.replica import HookedReplica
 from tutti.strategies import Exchange, Strategy
@@ -46,10 +46,6 @@ def attach_again(
     replica.activity = world.transport.activity
     exchange = strategy.attach(replica, channel)
     watch_training(replica, exchange, strategy, world)
-    if expected.get("loss") == "sum":
-        replica.sum_gradients(world.size, exchange.adds_up)
-    if replica.checks is not None:
-        replica.checks.allow(
-            any_loss=expected.get("loss") is not None, same_batches=expected.get("same_batches", False)
-        )
+    if expected:
+        follow(replica, exchange, world, **expected)
     return exchange

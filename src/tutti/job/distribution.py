@@ -7,11 +7,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tutti.collectives import LinkMeasurement, measure_links
-from tutti.errors import ConfigError
+from tutti.errors import ConfigError, RankLost
 from tutti.job.attach import watch_training
 from tutti.job.checkpoints import signals
 from tutti.job.compatibility import support
-from tutti.job.elastic.joining import elastic_mistakes, join, survive_losses
+from tutti.job.elastic.joining import begin_anew, elastic_mistakes, join, survive_losses
 from tutti.job.handle import JOB_ATTRIBUTE, Job, restore_world
 from tutti.parallel import Mesh
 from tutti.parallel.branch import Branches
@@ -20,7 +20,7 @@ from tutti.replica import HookedReplica
 from tutti.replica.batchnorm import synced
 from tutti.replica.state import check_alike, take_from_rank_0
 from tutti.simulation.compute_clock import ComputeClock
-from tutti.strategies import AllReduce, Strategy, as_strategy
+from tutti.strategies import AllReduce, Exchange, Strategy, as_strategy
 from tutti.strategies.compatibility import COMMON, refusals
 from tutti.transports import Transport, for_devices
 from tutti.world import World, current_world, set_world
@@ -67,24 +67,38 @@ def distribute(
         return join(model, optimizer, strategy, world, mistakes)
     if mesh is not None:
         mistakes += mesh_mistakes(model, optimizer, mesh, strategy, world.size, example)
-    # Another model may be distributed already, and ranks that train it may wait for this one.
-    with world.waiting():
-        # Collective: ranks compare models, optimisers and strategies, and all of them raise if one has a mistake.
-        check_alike(model, optimizer, f"{strategy!r}{'' if mesh is None else f' on {mesh}'}", mistakes, world.transport)
-        # Before a mesh splits the model: until then all ranks have the same tensors.
-        take_from_rank_0(model, optimizer, world.transport)
-        # From here on `world` is that of the ranks that have the same part of the model.
-        previous_world, model_on_mesh = world, None
-        if mesh is not None:
-            model_on_mesh = ModelOnMesh(model, optimizer, mesh, world.transport, example)
-            world = _along_data(world, model_on_mesh)
+    while True:
         try:
-            return _start(model, optimizer, strategy, world, previous_world, model_on_mesh)
-        except BaseException:  # Whatever it is: the transports of the mesh must be closed.
-            if model_on_mesh is not None:
-                model_on_mesh.abandon()
-                restore_world(world, previous_world)
-            raise
+            # Another model may be distributed already, and ranks that train it may wait for this one.
+            with world.waiting():
+                # Ranks compare models, optimisers and strategies, and all of them raise if one has a mistake.
+                described = f"{strategy!r}{'' if mesh is None else f' on {mesh}'}"
+                check_alike(model, optimizer, described, mistakes, world.transport)
+                # Before a mesh splits the model: until then all ranks have the same tensors.
+                take_from_rank_0(model, optimizer, world.transport)
+                return _split_and_start(model, optimizer, strategy, world, mesh, example)
+        except RankLost:
+            if world.elastic is None or getattr(model, JOB_ATTRIBUTE, None) is not None:
+                raise
+            begin_anew(world)
+
+
+def _split_and_start(
+    model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: World, mesh: Mesh | None, example: Any
+) -> Job:
+    """Split the model by the mesh, if there is one, and attach the strategy. Collective."""
+    # From here on `world` is that of the ranks that have the same part of the model.
+    previous_world, model_on_mesh = world, None
+    if mesh is not None:
+        model_on_mesh = ModelOnMesh(model, optimizer, mesh, world.transport, example)
+        world = _along_data(world, model_on_mesh)
+    try:
+        return _start(model, optimizer, strategy, world, previous_world, model_on_mesh)
+    except BaseException:  # Whatever it is: the transports of the mesh must be closed.
+        if model_on_mesh is not None:
+            model_on_mesh.abandon()
+            restore_world(world, previous_world)
+        raise
 
 
 def _start(
@@ -120,10 +134,7 @@ def _start(
         # Before `attach`: hooks run in the order of registration, and time must pass before a gradient is handed over.
         compute_clock.listen(model, optimizer)
         replica.compute_clock = compute_clock
-    exchange = strategy.attach(replica, channel)
-    if world.elastic is not None and exchange.elastic_mistake:
-        raise ConfigError(exchange.elastic_mistake)  # On all ranks alike.
-    watch_training(replica, exchange, strategy, trains)
+    exchange = _attach(replica, channel, strategy, trains)
     job = Job(replica, exchange, strategy, trains, previous_world, model_on_mesh)
     # A second `distribute` finds it there, and refuses.
     setattr(model, JOB_ATTRIBUTE, job)
@@ -135,6 +146,22 @@ def _start(
     if world.elastic is not None:
         survive_losses(job)
     return job
+
+
+def _attach(replica: HookedReplica, channel: Transport, strategy: Strategy, world: World) -> Exchange:
+    """Attach the strategy, and check what the user does from now on. Collective; not done at all if a rank is lost."""
+    exchange: Exchange | None = None
+    try:
+        exchange = strategy.attach(replica, channel)
+        if world.elastic is not None and exchange.elastic_mistake:
+            raise ConfigError(exchange.elastic_mistake)  # On all ranks alike.
+        watch_training(replica, exchange, strategy, world)
+        return exchange
+    except RankLost:  # Those that are left may attach it again.
+        if exchange is not None:
+            exchange.close()
+        replica.detach()
+        raise
 
 
 def _serve(strategy: Strategy, replica: HookedReplica, channel: Transport, world: World) -> None:

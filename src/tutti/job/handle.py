@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tutti.errors import ConfigError, NonFiniteLoss, RankLost
 from tutti.job.checkpoints.calls import Checkpoints, JobCheckpoints
-from tutti.job.checks import LossKind, expect
+from tutti.job.checks import LossKind, agree, follow
 from tutti.job.membership import JobMembership, refuse_on_membership
 from tutti.job.not_copied import NotCopied
 from tutti.job.progress import JobProgress
@@ -86,7 +86,9 @@ class Job(CollectiveValues, JobCheckpoints, JobMembership, JobProgress, Synchron
             loss: whether the loss is a "mean" or a "sum" over samples. Gradients of sums are added up over ranks.
             same_batches: True if ranks are given the same batches on purpose.
         """
-        expect(self._replica, self._exchange, self.strategy, self.world, loss=loss, same_batches=same_batches)
+        said = loss, same_batches
+        self.world.collective(lambda: agree(self._replica, self.strategy, self.world, *said))
+        follow(self._replica, self._exchange, self.world, *said)
         self._expected = {"loss": loss, "same_batches": same_batches}
 
     def watch(self, loss: Tensor) -> None:
@@ -176,8 +178,10 @@ class Job(CollectiveValues, JobCheckpoints, JobMembership, JobProgress, Synchron
         It is alike on every rank, so that any of them may save it. With `everywhere=False` it is complete on the leader
         alone, which saves the transfer to the others.
         """
+        # Where ranks may be lost, none can count on what another one has alone.
+        everywhere = everywhere or self.world.elastic is not None
         with self.world.waiting(self._exchange):
-            state = self._own_state(everywhere)
+            state: dict[str, Any] = self.world.collective(lambda: self._own_state(everywhere), same_answer=True)
             if self._model_on_mesh is not None:
                 state["exchange"] = self._model_on_mesh.gather_state(state["exchange"])
             return state

@@ -71,10 +71,22 @@ class CollectiveValues:
         mistake = copy_mistake(module, self._model)
         tensors = {} if mistake else averaged_tensors(module)
         sent = ConfigError(mistake) if mistake else describe(tensors)
-        found = self._call("job.average", sent, different_tensors)
-        changed = [tensors[name] for name in found["names"]]
-        local = [(tensor, tensor.clone()) for tensor in changed]
-        average(changed, self.world.calls.among(found["ranks"]))
+
+        def means() -> dict[str, Tensor]:
+            calls = self.world.calls
+            found = calls.call("job.average", sent, different_tensors, elastic=self._exchange.tolerates_loss)
+            # Beside the copy, which stays as it is if a rank is lost meanwhile.
+            made = {name: tensors[name].clone() for name in found["names"]}
+            average(made.values(), calls.among(found["ranks"]))
+            return made
+
+        # Ranks that still train must not wait for this one's part in a step while it waits here.
+        with self.world.waiting():
+            changed = self.world.collective(means, same_answer=True)
+            self._confirm_losses()
+        local = [(tensors[name], tensors[name].clone()) for name in changed]
+        for name, mean in changed.items():
+            tensors[name].copy_(mean)
         return local
 
     def _call(self, name: str, value: Any, combine: Any) -> Any:

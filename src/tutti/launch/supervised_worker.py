@@ -30,6 +30,8 @@ class SupervisedWorker:
     """Its stdout and stderr, by the number of the supervisor's end."""
     is_new: bool = False
     """Whether it was started after the run had begun."""
+    is_elastic: bool = False
+    """Whether workers of its run may come and go."""
     inbox: Inbox = field(default_factory=Inbox)
     started_at: float = field(default_factory=time.monotonic)
     ended_at: float | None = None
@@ -67,7 +69,10 @@ class SupervisedWorker:
         inbox = self.inbox
         if inbox.has_left or (inbox.failure is not None and inbox.failure.ends_run):
             return True  # All others end as well.
-        return not inbox.tolerates_loss and not self.is_starting
+        # Where workers come and go, one that is killed before it trains is replaced. One whose own code fails there is
+        # not: it would fail again, on all of them.
+        was_killed = self.is_elastic and inbox.failure is None and (self.process.poll() or 0) < 0
+        return not inbox.tolerates_loss and not self.is_starting and not was_killed
 
     @property
     def is_starting(self) -> bool:

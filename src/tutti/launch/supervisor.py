@@ -172,7 +172,7 @@ class Supervisor:
             for _, writer in pipes:
                 os.close(writer)
         outputs = {file: RankOutput(number, is_stderr=file == err) for file in (out, err)}
-        worker = SupervisedWorker(number, slot, process, pipe, outputs, is_new)
+        worker = SupervisedWorker(number, slot, process, pipe, outputs, is_new, self._changes is not None)
         self._workers.append(worker)
         self._reader.add(worker)
         return worker

@@ -219,7 +219,9 @@ class AllReduceExchange(Exchange):
 
     def backward_started(self, weight: float) -> None:
         self._sent_before = self.transport.bytes_sent
-        if self.replica.buckets:  # There are none if all parameters are skipped.
+        # There are none if all parameters are skipped. Where ranks may be lost, the step waits for all of them even so:
+        # else some would take steps that others do not know of.
+        if self.replica.buckets or self.replica.survives:
             self._weights_known = self._mean.begin(weight)
 
     def bucket_ready(self, bucket: Bucket) -> None:

@@ -18,6 +18,7 @@ from tutti.checkpoint.parts import PartRanks
 from tutti.checkpoint.snapshots import EncodedSnapshot
 from tutti.collectives.calls import Combine
 from tutti.coordination.activity import IDLE
+from tutti.data.sharded_data import ShardedData
 from tutti.errors import CheckpointError, ConfigError
 from tutti.job.checkpoints import signals
 from tutti.job.checkpoints.first_rank import FirstRankState
@@ -204,6 +205,15 @@ class Checkpoints:
             raise ConfigError(
                 f"job.restore must be called before the first step, and {self._replica.steps} were taken."
             )
+        found = self._world.collective(lambda: self._load(run, parts), same_answer=True)
+        if found is None:
+            return None
+        restored = Restored(**{**found, "folder": Path(found["folder"])})
+        self._restored_step, self._restored_from = restored.steps, restored.folder
+        return restored
+
+    def _load(self, run: Path, parts: tuple[Any, ...]) -> dict[str, Any] | None:
+        """Load a checkpoint; return the fields of `Restored`, as values that can be sent. Collective."""
         job = self._job()
         assert job is not None
         with self._world.waiting():
@@ -214,7 +224,6 @@ class Checkpoints:
         if received is None:
             return None
         folder, snapshot = received
-        self._restored_step, self._restored_from = snapshot.steps, folder
         job._attach_for_step_after(snapshot.steps)
         self._replica.restoring = True
         try:
@@ -223,11 +232,13 @@ class Checkpoints:
         finally:
             self._replica.restoring = False
         load_parts(named_parts(parts), snapshot.state["parts"], job.is_leader)
+        if self._world.elastic is not None:  # From here on a position that others may take over.
+            self._world.elastic.data.update(part for part in parts if isinstance(part, ShardedData))
         # A rank that the saved world did not have keeps its own: two ranks must not draw the same numbers.
         random = snapshot.state["random"]
         if self._world.rank < len(random) and random[self._world.rank] is not None:
             set_random_state(random[self._world.rank])
-        return Restored.of(folder, snapshot)
+        return {**vars(Restored.of(folder, snapshot)), "folder": str(folder)}
 
     def _take(self, run: Path, parts: dict[str, Any], request: Request) -> bool:
         """Take a checkpoint on all ranks, and end the program if a signal asks for that. Collective."""

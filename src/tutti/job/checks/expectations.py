@@ -11,16 +11,8 @@ from tutti.world import World
 LossKind = Literal["mean", "sum"]
 
 
-def expect(
-    replica: HookedReplica,
-    exchange: Exchange,
-    strategy: Strategy,
-    world: World,
-    *,
-    loss: LossKind | None,
-    same_batches: bool,
-) -> None:
-    """Follow what the user says, if it has a meaning under this strategy and all ranks say the same. Collective."""
+def agree(replica: HookedReplica, strategy: Strategy, world: World, loss: LossKind | None, same_batches: bool) -> None:
+    """Raise `ConfigError` if what the user says has no meaning here, or if ranks say different things. Collective."""
     mistake = _mistake(replica, strategy, loss)
     by_rank = all_gather_json([mistake, loss, same_batches], world.transport)
     if mistakes := [other for other, *_ in by_rank if other]:
@@ -31,6 +23,10 @@ def expect(
                 f"rank {world.rank}: job.expect differs between ranks: rank 0 gave loss={by_rank[0][1]!r} and "
                 f"same_batches={by_rank[0][2]}, rank {rank} gave loss={said[0]!r} and same_batches={said[1]}."
             )
+
+
+def follow(replica: HookedReplica, exchange: Exchange, world: World, loss: LossKind | None, same_batches: bool) -> None:
+    """Follow what the user says, on which all ranks have agreed."""
     if loss == "sum":
         replica.sum_gradients(world.size, exchange.adds_up)
     if replica.checks is not None:

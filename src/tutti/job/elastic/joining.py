@@ -6,14 +6,15 @@ its loaders, is done while the others train (`ElasticJob.arrive`).
 
 import hashlib
 import json
+from contextlib import suppress
 from math import inf
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from tutti.errors import ConfigError, ReplicaMismatch
-from tutti.job.elastic.regrouping import ElasticJob
+from tutti.errors import ConfigError, RankLost, ReplicaMismatch, TooFewWorkers
+from tutti.job.elastic.regrouping import NOTHING, ElasticJob
 from tutti.job.handle import JOB_ATTRIBUTE, Job
 from tutti.parallel import Mesh
 from tutti.parallel.branch import Branches
@@ -84,6 +85,36 @@ def join(model: nn.Module, optimizer: Optimizer, strategy: Strategy, world: Worl
     survive_losses(job)
     elastic.is_new, elastic.has_joined = False, True
     return job
+
+
+def begin_anew(world: World) -> None:
+    """Go on to the next generation after a loss, on a rank that has not distributed its model yet.
+
+    Raises `RankLost` where other ranks have: they may be in a call already that this one does not know of. Another
+    worker takes its place, and takes over their state.
+    """
+    elastic = world.elastic
+    assert elastic is not None
+    rank = world.transport.world_rank
+    while True:
+        world.transport.close()
+        elastic.connections.disconnect()
+        new = elastic.member.enter({**NOTHING, "undistributed": 1})
+        assert new is not None
+        if new.too_few:
+            raise TooFewWorkers(
+                f"rank {rank}: {len(new.members)} workers are left before the training, and this run needs "
+                f"{elastic.member.limits.minimum}. Start it again."
+            )
+        if not all(each.info.get("undistributed") for each in new.members):
+            raise RankLost(
+                f"rank {rank}: a worker was lost in tutti.distribute, which some others have completed and this one "
+                "has not. The others go on without it."
+            )
+        with suppress(RankLost):  # Another one.
+            transport = elastic.connections.connect(new)
+            world.renew(transport.rank, transport.size, transport)
+            return
 
 
 class NotJoined(Exchange):

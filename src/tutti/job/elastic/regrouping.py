@@ -44,7 +44,7 @@ from weakref import ref
 
 import torch
 
-from tutti.collectives.calls import Combine
+from tutti.collectives.calls import CollectiveCalls, Combine
 from tutti.coordination.elastic_member import Generation
 from tutti.data.sharded_data import ShardedData
 from tutti.errors import ConfigError, RankLost
@@ -58,7 +58,7 @@ from tutti.job.metrics import Changes
 from tutti.replica.state import load_model_state, load_optimizer_state
 from tutti.strategies import Exchange
 from tutti.strategies.saved_state import for_new_ranks, from_sent, of_this_rank
-from tutti.transports import for_devices
+from tutti.transports import SingleRankTransport, for_devices
 from tutti.world import Elasticity, World
 
 if TYPE_CHECKING:
@@ -129,6 +129,8 @@ class ElasticJob:
         """This rank is where the others are: behind the last batch if it joined too late for one, or about to train."""
         # Whatever the others have in their loops, it must have by its first batch.
         is_first = trains and (self._arriving or not self._has_trained)
+        if self._arriving:  # From here on it is in the calls of the others.
+            self._world.renew(self._world.rank, self._world.size, self._world.transport)
         self._arriving, self._has_trained = False, self._has_trained or trains
         if is_first:
             self._the_job._checkpoints.parts.refuse_unknown(self._the_job._replica.optimizer)
@@ -147,10 +149,19 @@ class ElasticJob:
 
         return self._complete(answer, lambda: self._answer)
 
-    def collective(self, work: Callable[[], Any]) -> Any:
-        """Do what all ranks do together, again if some are lost meanwhile; None where others had done it."""
+    def collective(self, work: Callable[[], Any], *, same_answer: bool) -> Any:
+        """Do what all ranks do together, again if some are lost meanwhile, if others had not done it."""
         self.membership.refuse_collective()
-        return None if self._arriving else self._complete(work, lambda: None)
+        if self._arriving:
+            return work() if same_answer else None
+        if not same_answer:
+            return self._complete(work, lambda: None)
+
+        def answer() -> Any:
+            self._answer = work()
+            return self._answer
+
+        return self._complete(answer, lambda: self._answer)
 
     def _complete(self, work: Callable[[], Any], done_by_others: Callable[[], Any]) -> Any:
         """Do something until it is complete on this rank, or was on others before a loss."""
@@ -329,11 +340,16 @@ class ElasticJob:
         if misses[rank]:
             self._take_over(receive_state(self._world.transport, sources))
         elif rank in sources:
-            send_state(self._state(), self._world.transport, sources, takers)
+            some_return = any(new.members[taker].after >= 0 for taker in takers)
+            send_state(self._state(with_answer=some_return), self._world.transport, sources, takers)
         return misses[rank]
 
-    def _state(self) -> SharedState:
-        """Return what another rank needs to go on as this one does."""
+    def _state(self, *, with_answer: bool) -> SharedState:
+        """Return what another rank needs to go on as this one does.
+
+        Args:
+            with_answer: whether it may have missed the end of a collective call: not if it is new.
+        """
         job = self._the_job
         model = dict(job._replica.model.state_dict())
         trained = {name: model.pop(name) for name in [slot.name for slot in job._replica.slots] if name in model}
@@ -342,7 +358,7 @@ class ElasticJob:
             "steps": job._replica.steps,
             "num_calls": self._num_calls,
             "num_agreements": self._num_agreements,
-            "answer": self._answer,
+            "answer": self._answer if with_answer else None,
             "exchange": for_new_ranks(self._state_of_strategy),
             "data": [data.export() for data in _data_of(self._elastic)],
             "parts": job._checkpoints.parts.states(),
@@ -360,12 +376,12 @@ class ElasticJob:
         self._num_calls, self._num_agreements = state["num_calls"], state["num_agreements"]
         self._answer = state["answer"]
         self._state_of_strategy, self._has_state = from_sent(state["exchange"]), True
-        if data_here := _data_of(self._elastic):
-            for data, position in zip(data_here, state["data"], strict=True):
+        known = {data.number: data for data in self._elastic.data}
+        for position in state["data"]:
+            if (data := known.get(position["number"])) is not None:
                 data.load_state_dict(position)
                 data.interrupted()
-        else:
-            self._elastic.data_states = list(state["data"])
+        self._elastic.data_states = [each for each in state["data"] if each["number"] not in known]
         job._checkpoints.parts.inherit(state["parts"])
         job._checkpoints.schedules.take_over(state["schedules"])
 
@@ -373,7 +389,7 @@ class ElasticJob:
         """Join the others, on a new rank that waits for that. Collective with the change of all of their ranks."""
         if not self._waits_to_join:
             return
-        job, info = self._the_job, _NOTHING
+        job, info = self._the_job, NOTHING
         while True:
             job._replica.activity.enter("membership")
             end_generation(job)
@@ -381,9 +397,17 @@ class ElasticJob:
             new = self._elastic.member.enter(info)
             assert new is not None
             self._waits_to_join = False
+            if all(each.info.get("progress", -1) < 0 for each in new.members):
+                self._elastic.member.depart(finished=False)
+                raise RankLost(
+                    f"rank {job.world.transport.world_rank}: all workers that this one was to take the state from are "
+                    "lost. Start it again: it continues from the last checkpoint, if the script restores it."
+                )
             try:
                 transport = self._elastic.connections.connect(new)
                 self._world.renew(transport.rank, transport.size, transport)
+                # The others are in no call until this rank has come to its first batch.
+                self._world.calls = CollectiveCalls(SingleRankTransport(transport.timeout, transport.world_rank))
                 self._synchronise(new)
                 _start_as(self._the_job, new)
                 parts = of_this_rank(self._state_of_strategy, transport.rank, transport.size)
@@ -392,7 +416,7 @@ class ElasticJob:
             except RankLost:
                 # Before it has shown its data, it does not know the positions in it.
                 knows_all = self._has_state and not self._elastic.data_states
-                info = self._info(None) if knows_all else _NOTHING
+                info = self._info(None) if knows_all else NOTHING
         self._world.tolerate_loss(True)
 
 
@@ -422,7 +446,7 @@ def _start_as(job: "Job", new: Generation) -> None:
     )
 
 
-_NOTHING: dict[str, Any] = {
+NOTHING: dict[str, Any] = {
     **{"progress": -1, "digest": "", "positions": [], "agreed": [], "trails": [], "steps": {}},
     **{"cut_short": 0, "has_residual": 0, "equal_bytes": 0, "synchronous_steps": 0},
 }
