@@ -155,3 +155,33 @@ def test_a_worker_is_lost_in_a_collective_call(name: str, transport: str, tmp_pa
     else:
         assert found == wanted[name]
     assert steps == 40
+
+
+def train_scaled(tracks: str, strategy: str) -> int:
+    """Train with a GradScaler, which is given to the job or not."""
+    tutti.init()
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=tracks != "disabled")
+    job = tutti.distribute(model, optimizer, strategy)
+    if tracks == "tracked":
+        job.track(scaler)
+    for (x,) in tutti.shard(DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=4)):
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    job.finish()
+    return job.steps
+
+
+@pytest.mark.parametrize("strategy", ["ring", "bmuf:every=2"])
+@pytest.mark.parametrize("tracks", ["tracked", "disabled", "forgotten"])
+def test_a_grad_scaler_is_given_to_the_job(tracks: str, strategy: str) -> None:
+    workers = ElasticRun(minimum=1, maximum=2, restarts=0)
+    if tracks != "forgotten":
+        assert tutti.launch(train_scaled, tracks, strategy, workers=workers) == [3, 3]
+        return
+    with pytest.raises(WorkerFailed, match=r"a GradScaler makes the steps .* job\.track\(scaler\)"):
+        tutti.launch(train_scaled, tracks, strategy, workers=workers)

@@ -2,5 +2,5 @@
 
 Modules: `regrouping` (when ranks change, and how a job goes on), `transfer` (the state that a rank takes over from
 another), `positions` (who was where in the data), `void_step` (what a step that does not count must not change),
-`joining` (how a new worker comes in), `ends` (how one leaves).
+`joining` (how a new worker comes in), `ends` (how one leaves), `scalers` (a GradScaler that was not given to the job).
 """

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from tutti.errors import ConfigError, RankLost, ReplicaMismatch, TooFewWorkers
 from tutti.job.elastic.regrouping import NOTHING, ElasticJob
+from tutti.job.elastic.scalers import demand_scaler
 from tutti.job.handle import JOB_ATTRIBUTE, Job
 from tutti.parallel import Mesh
 from tutti.parallel.branch import Branches
@@ -53,6 +54,7 @@ def survive_losses(job: Job) -> ElasticJob:
     elastic.regrouping = made
     replica.survives, replica.on_void = True, made.void_step.begin
     job._exchange.on_exchange = made.on_exchange
+    demand_scaler(job)
     job._checkpoints._watch()  # A rank that is asked to stop leaves, also where no checkpoints are written.
     # Who comes later compares it with its own. All ranks propose the same.
     own = _signature(job.model, replica.optimizer, job.strategy)
