@@ -112,6 +112,10 @@ class Elasticity:
     """For a process that has joined: the positions in the data, until `shard` has taken them over."""
     data: WeakSet[Any] = field(default_factory=WeakSet)
     """What `shard` has returned and the model is trained on."""
+    evaluated: WeakSet[Any] = field(default_factory=WeakSet)
+    """What `shard` has returned and was iterated over, and the model is not trained on."""
+    evaluated_epochs: dict[int, int] = field(default_factory=dict)
+    """For a process that has joined: the next epochs of such data, by the data's number, until it begins one."""
 
 
 @dataclass(eq=False)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tutti
 from tutti.job.elastic import regrouping
+from tutti.launch.chaos import Chaos
 from tutti.launch.elastic_run import ElasticRun
 
 WORKERS, VICTIM, EVENT, GATE, END = 3, 1, 6, 9, 24
@@ -115,3 +116,46 @@ def test_a_loss_while_the_state_is_sent(fault: str, transport: str, undisturbed:
     assert len(left) == 2
     for each in left:
         assert each[1] == pytest.approx(undisturbed, rel=0, abs=1e-12)
+
+
+def evaluate(shuffle: bool) -> list[tuple[int, list[int]]]:
+    """Train, and evaluate at the start, in step 2 and in each one with a new worker; return the samples of each."""
+    torch.set_num_threads(1)
+    world = tutti.init()
+    elastic: Any = world.elastic
+    number = int(os.environ["RANK"])
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    job = tutti.distribute(model, optimizer, "ring")
+    batches = tutti.shard(DataLoader(TensorDataset(torch.randn(END * 8, 4)), batch_size=4))
+    test = tutti.shard(DataLoader(TensorDataset(torch.arange(31)), batch_size=2, shuffle=shuffle))
+    found = []
+
+    def seen() -> list[int]:
+        with job.consensus(), torch.no_grad():
+            own = [index for (indices,) in test for index in indices.tolist()]
+        return sorted(index for each in job.gather(own) for index in each or [])
+
+    seen()
+    for epoch in batches.epochs(1):
+        for (x,) in epoch:
+            if number < 2 and job.steps >= 4:
+                until(lambda: elastic.member.number > 0 or is_asked_to_stop(elastic.member))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if job.steps == 2 or world.size == 3:
+                found.append((world.size, seen()))
+    job.finish()
+    return found
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_workers_evaluate_every_sample_once_after_a_join(shuffle: bool) -> None:
+    workers = ElasticRun(minimum=1, maximum=3, start=2, restarts=0, chaos=Chaos.parse("join at 10ms"))
+    first, second, third = tutti.launch(evaluate, shuffle, workers=workers)
+    everything = list(range(31))
+    assert first[0] == (2, everything)
+    assert len(first) > 1
+    assert all(each == (3, everything) for each in first[1:])
+    assert (second, third) == (first, first[1:])

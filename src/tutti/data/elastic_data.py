@@ -65,10 +65,16 @@ class ElasticData(ABC):
 
     def _begin_loop(self) -> Iteration:
         """Begin a loop, where the other ranks are if this one has joined them."""
-        if self._world.elastic is not None and self._world.sample_counts.in_training:
+        elastic = self._world.elastic
+        if elastic is not None and self._world.sample_counts.in_training:
             self._come_to_others(of_any_number=True)
-            if self not in self._world.elastic.data:
+            if self not in elastic.data:
                 _refuse_other_data(self._world, self.number, self._cursor)
+        elif elastic is not None and self not in elastic.data:
+            # For evaluation: whoever has made it when, all divide it alike, in the order of the same epoch.
+            elastic.evaluated.add(self)
+            self._cursor.num_parts, self._cursor.stages = self._world.size, ()
+            self._cursor.set_epoch(elastic.evaluated_epochs.pop(*next_epoch(self)))
         return self._cursor.start()
 
     def _between_batches(self, *, at_end: bool = False) -> bool:
@@ -190,3 +196,8 @@ def _refuse_other_data(world: World, number: int, cursor: Cursor) -> None:
                 f"rank {world.transport.world_rank}: this worker cannot train with the others, which train on other "
                 f"data: {cursor.differences(state)}. Start it with the same script, options and data."
             )
+
+
+def next_epoch(data: ElasticData) -> tuple[int, int]:
+    """Return the number of some data, and that of the epoch that its next loop is over."""
+    return data.number, data._cursor.loop_epoch + data._cursor.is_iterated

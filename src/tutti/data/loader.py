@@ -132,6 +132,11 @@ class ShardedLoader(ShardedData):
         super().regroup(positions)
         self._num_steps = self._count_steps()
 
+    def _begin_loop(self) -> Iteration:
+        iteration = super()._begin_loop()
+        self._num_steps = self._count_steps()
+        return iteration
+
     @property
     def _samples_per_item(self) -> int:
         # Steps of a larger world are split among the ranks that are left, whose batches are larger.

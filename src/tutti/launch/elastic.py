@@ -57,8 +57,9 @@ def join_elastic(environment: RankEnvironment, limits: tuple[int, int], kind: st
     generation = elastic.enter({}, ready=False, timeout=limit)
     elasticity = Elasticity(elastic, connections, requested, is_new=generation is None)
     if generation is None:
+        # As if it were the last of them, which it will be unless more come or go until then.
         size = member.known.running[elastic.name] + 1
-        transport, rank = _alone(member), environment.rank
+        transport, rank = _alone(member), size - 1
     else:
         transport = connections.connect(generation)
         rank, size = transport.rank, transport.size

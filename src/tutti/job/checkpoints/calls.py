@@ -205,40 +205,14 @@ class Checkpoints:
             raise ConfigError(
                 f"job.restore must be called before the first step, and {self._replica.steps} were taken."
             )
-        found = self._world.collective(lambda: self._load(run, parts), same_answer=True)
+        job = self._job()
+        assert job is not None
+        found = self._world.collective(lambda: _load(job, self._world, run, parts), same_answer=True)
         if found is None:
             return None
         restored = Restored(**{**found, "folder": Path(found["folder"])})
         self._restored_step, self._restored_from = restored.steps, restored.folder
         return restored
-
-    def _load(self, run: Path, parts: tuple[Any, ...]) -> dict[str, Any] | None:
-        """Load a checkpoint; return the fields of `Restored`, as values that can be sent. Collective."""
-        job = self._job()
-        assert job is not None
-        with self._world.waiting():
-            received = receive(self._world.transport, run)
-        if job.is_leader:  # A mistyped folder would otherwise begin a new run without a word.
-            found = f"no checkpoint in {run} yet: starts" if received is None else f"continues from {received[0]}"
-            print(f"tutti: {found}", file=sys.stderr, flush=True)
-        if received is None:
-            return None
-        folder, snapshot = received
-        job._attach_for_step_after(snapshot.steps)
-        self._replica.restoring = True
-        try:
-            load_model(snapshot, self._replica.optimizer, job.model, self._model_on_mesh)
-            job.load_state_dict(snapshot.state["job"])
-        finally:
-            self._replica.restoring = False
-        load_parts(named_parts(parts), snapshot.state["parts"], job.is_leader)
-        if self._world.elastic is not None:  # From here on a position that others may take over.
-            self._world.elastic.data.update(part for part in parts if isinstance(part, ShardedData))
-        # A rank that the saved world did not have keeps its own: two ranks must not draw the same numbers.
-        random = snapshot.state["random"]
-        if self._world.rank < len(random) and random[self._world.rank] is not None:
-            set_random_state(random[self._world.rank])
-        return {**vars(Restored.of(folder, snapshot)), "folder": str(folder)}
 
     def _take(self, run: Path, parts: dict[str, Any], request: Request) -> bool:
         """Take a checkpoint on all ranks, and end the program if a signal asks for that. Collective."""
@@ -417,3 +391,30 @@ def _agreed(answers: dict[int, Any]) -> list[Any]:
 def _agreed_with_states(answers: dict[int, Any]) -> list[Any]:
     """As `_agreed`, with the random state of every rank. A lost rank has None for it."""
     return [*_agreed(answers), [answers[rank][2] if rank in answers else None for rank in range(max(answers) + 1)]]
+
+
+def _load(job: "Job", world: World, run: Path, parts: tuple[Any, ...]) -> dict[str, Any] | None:
+    """Load a checkpoint; return the fields of `Restored`, as values that can be sent. Collective."""
+    with world.waiting():
+        received = receive(world.transport, run)
+    if job.is_leader:  # A mistyped folder would otherwise begin a new run without a word.
+        found = f"no checkpoint in {run} yet: starts" if received is None else f"continues from {received[0]}"
+        print(f"tutti: {found}", file=sys.stderr, flush=True)
+    if received is None:
+        return None
+    folder, snapshot = received
+    job._attach_for_step_after(snapshot.steps)
+    job._replica.restoring = True
+    try:
+        load_model(snapshot, job._replica.optimizer, job.model, job._model_on_mesh)
+        job.load_state_dict(snapshot.state["job"])
+    finally:
+        job._replica.restoring = False
+    load_parts(named_parts(parts), snapshot.state["parts"], job.is_leader)
+    if world.elastic is not None:  # From here on a position that others may take over.
+        world.elastic.data.update(part for part in parts if isinstance(part, ShardedData))
+    # A rank that the saved world did not have keeps its own: two ranks must not draw the same numbers.
+    random = snapshot.state["random"]
+    if world.rank < len(random) and random[world.rank] is not None:
+        set_random_state(random[world.rank])
+    return {**vars(Restored.of(folder, snapshot)), "folder": str(folder)}

@@ -46,6 +46,7 @@ import torch
 
 from tutti.collectives.calls import CollectiveCalls, Combine
 from tutti.coordination.elastic_member import Generation
+from tutti.data.elastic_data import next_epoch
 from tutti.data.sharded_data import ShardedData
 from tutti.errors import ConfigError, RankLost
 from tutti.job.attach import attach_again, detach, strategy_of_next_step
@@ -361,6 +362,7 @@ class ElasticJob:
             "answer": self._answer if with_answer else None,
             "exchange": for_new_ranks(self._state_of_strategy),
             "data": [data.export() for data in _data_of(self._elastic)],
+            "evaluated": [list(next_epoch(data)) for data in self._elastic.evaluated],
             "parts": job._checkpoints.parts.states(),
             "schedules": job._checkpoints.schedules.export(),
         }
@@ -382,6 +384,7 @@ class ElasticJob:
                 data.load_state_dict(position)
                 data.interrupted()
         self._elastic.data_states = [each for each in state["data"] if each["number"] not in known]
+        self._elastic.evaluated_epochs = dict(state["evaluated"])
         job._checkpoints.parts.inherit(state["parts"])
         job._checkpoints.schedules.take_over(state["schedules"])
 

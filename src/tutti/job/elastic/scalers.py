@@ -18,12 +18,15 @@ _MOST_FRAMES = 20
 
 def demand_scaler(job: "Job") -> None:
     """Raise `ConfigError` in the first step of the optimiser, if a GradScaler makes it and was not given to the job."""
-    found = ref(job)
+    found, is_first = ref(job), True
 
-    def first_step(*_: Any) -> None:
-        handle.remove()
-        tracked = found()
-        if tracked is None or not any(isinstance(each, GradScaler) and each.is_enabled() for each in _callers()):
+    def before_step(*_: Any) -> None:
+        nonlocal is_first
+        tracked, was_first = found(), is_first
+        is_first = False
+        if not was_first or tracked is None:
+            return
+        if not any(isinstance(each, GradScaler) and each.is_enabled() for each in _callers()):
             return
         if not any(isinstance(part, GradScaler) for part in tracked._checkpoints.parts.parts.values()):
             raise ConfigError(
@@ -31,7 +34,7 @@ def demand_scaler(job: "Job") -> None:
                 "Give it to job.track(scaler) or job.restore(..., scaler) before the first batch."
             )
 
-    handle = job._replica.optimizer.register_step_pre_hook(first_step)
+    job._replica.optimizer.register_step_pre_hook(before_step)  # It stays: torch goes through its hooks just then.
 
 
 def _callers() -> Iterator[Any]:
