@@ -240,7 +240,9 @@ class Job(CollectiveValues, JobCheckpoints, JobMembership, JobProgress, Synchron
                     if self._model_on_mesh is not None:
                         self._model_on_mesh.close()
                 if self.world.elastic is not None:
-                    self.world.elastic.member.depart(finished=True)
+                    # One that has never joined the others says nothing about the end of the training.
+                    member = self.world.elastic.member
+                    member.depart(finished=member.generation is not None)
                 else:
                     self.world.tolerate_loss(False)  # From here on a crash of this process is a failure again.
             finally:
