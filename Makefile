@@ -20,7 +20,7 @@ help:
 	@echo "make test   the whole test suite"
 	@echo "make test-quick   the inner loop of it"
 	@echo "make test-matrix   the quick tests on several versions of torch"
-	@echo "make test-frameworks   tests under Lightning, Transformers and Accelerate, which it installs"
+	@echo "make test-frameworks   tests under Lightning, Transformers, Accelerate and Ray Train, which it installs"
 	@echo "make check  ruff and mypy"
 	@echo "make docs   the documentation site, into site/"
 	@echo "make bench  training steps and all-reduce against DDP, Gloo and Open MPI"
@@ -43,7 +43,7 @@ test: $(STAMP)
 
 # Tests of Tutti inside other frameworks, which are installed for them.
 test-frameworks: $(STAMP)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[lightning,transformers]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[lightning,transformers,ray]'
 	$(BIN)/pytest tests/frameworks
 
 # For the inner loop: one process, no launches.

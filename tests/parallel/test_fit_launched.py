@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 from functools import partial
