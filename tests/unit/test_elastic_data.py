@@ -36,9 +36,6 @@ class Regrouping:
             change, self.change = self.change, None
             change()
 
-    def arrive(self) -> None:
-        return
-
     def arrived(self) -> None:
         return
 
