@@ -28,6 +28,8 @@ PATHS = [
     ("ps:async", "simulated"),
     ("ps:async,aware,servers=1", "sockets"),
     ("ps:softsync=2,bucket_bytes=300", "sockets"),
+    ("ps:async+topk:0.1", "simulated"),
+    ("ps:ssp=3+onebit", "shared_memory"),
 ]
 """Strategies and transports: by messages or in shared memory, pulls of both kinds, shards apart and joint. They
 start in place."""

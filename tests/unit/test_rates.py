@@ -28,7 +28,12 @@ from tutti.strategies.rates import SAME_RATE, LearningRateRule, batch_rule
     ("text", "workers", "factor"),
     [
         ("ring", 8, 1.0),
-        ("onebit", 8, 1.0),
+        ("onebit", 8, 1 / 2),
+        ("onebit", 1, 1.0),
+        ("topk:0.001", 8, 1 / 4),
+        ("fp16", 8, 1.0),
+        ("ps:bsp+onebit", 8, 1 / 2),
+        ("ps:ssp=3+onebit", 8, 1 / 16),
         ("ps:bsp", 8, 1.0),
         ("ps:ssp=0", 8, 1.0),
         ("ps:ssp=1", 8, 1 / 4),

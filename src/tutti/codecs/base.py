@@ -53,6 +53,11 @@ class Codec(ABC):
     """
 
     @property
+    def delay(self) -> int:
+        """How many steps late what it leaves out is sent, about, with error feedback: learning rates depend on it."""
+        return 0
+
+    @property
     def needs_feedback(self) -> bool:
         """Whether the codec works only inside `ErrorFeedback`."""
         return False

@@ -36,6 +36,10 @@ class Chain(Codec):
             )
 
     @property
+    def delay(self) -> int:
+        return max(self.first.delay, self.second.delay)
+
+    @property
     def needs_feedback(self) -> bool:
         return self.first.needs_feedback
 

@@ -35,6 +35,10 @@ class ErrorFeedback(Codec):
         return self.inner.sparse
 
     @property
+    def delay(self) -> int:
+        return self.inner.delay
+
+    @property
     def speed(self) -> CodecSpeed:  # type: ignore[override]
         return self.inner.speed  # Speeds are measured with error feedback.
 

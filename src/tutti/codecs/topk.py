@@ -51,6 +51,11 @@ class TopK(Codec):
             raise ConfigError(f"TopK: {'; '.join(mistakes)}.")
 
     @property
+    def delay(self) -> int:
+        # Measured (docs/learning-rates.md): far less than 1 / density, because large values come again.
+        return 0 if self.density == 1 else 3
+
+    @property
     def needs_feedback(self) -> bool:
         return self.momentum > 0
 

@@ -43,6 +43,7 @@ from tutti.strategies.compatibility import SPARSE_GRADIENTS, Support
 from tutti.strategies.compressed_means import CompressedMean
 from tutti.strategies.converged import ConvergenceMonitor
 from tutti.strategies.means import CollectiveMean, Mean, NativeSumMean, TransportMean
+from tutti.strategies.rates import SAME_RATE, LearningRateRule, compression_rule
 from tutti.transports import Averages, HostsTransport, SharesMemory, Transport, Work
 from tutti.transports.base import CompletedWork
 from tutti.transports.hosts import hosts_are_shared
@@ -134,6 +135,9 @@ class AllReduce(Strategy):
     @property
     def averages_gradients(self) -> bool:
         return True
+
+    def learning_rate(self, num_workers: int) -> LearningRateRule:
+        return SAME_RATE if num_workers == 1 else compression_rule(self.codec)
 
     @property
     def synchronous_start(self) -> "AllReduce | None":

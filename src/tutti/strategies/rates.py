@@ -11,6 +11,8 @@ from math import inf, sqrt
 
 from torch.optim import Optimizer
 
+from tutti.codecs import Codec, print_codec
+
 
 @dataclass(frozen=True)
 class LearningRateRule:
@@ -113,6 +115,13 @@ def momentum_rule(staleness: int, updates: str) -> LearningRateRule:
         reason=f"{updates}, which acts as momentum does: 1 - momentum should be {staleness + 2} times as large, or "
         f"else the learning rate 1/{staleness + 1} (Mitliagkas et al. 2016).",
     )
+
+
+def compression_rule(codec: Codec | None) -> LearningRateRule:
+    """Return the rule for steps of compressed gradients: what a codec leaves out comes later, as a stale gradient."""
+    if codec is None:
+        return SAME_RATE
+    return momentum_rule(codec.delay, f"What '{print_codec(codec)}' leaves out is sent about {codec.delay} steps later")
 
 
 def synchronous_start_rule(staleness: int, updates: str) -> LearningRateRule:

@@ -23,7 +23,7 @@ from tutti.strategies.parameter_server.messages.group import join_group
 from tutti.strategies.parameter_server.messages.server import Server
 from tutti.strategies.parameter_server.messages.worker import MessageWorker
 from tutti.strategies.parameter_server.support import SUPPORT
-from tutti.strategies.rates import LearningRateRule
+from tutti.strategies.rates import SAME_RATE, LearningRateRule, compression_rule
 from tutti.transports import SharesAll, Transport
 from tutti.transports.base import Operation
 
@@ -137,11 +137,13 @@ class ParameterServer(Strategy):
             yield from (ParameterServer(rule, codec=codec) for codec in (None, ErrorFeedback(OneBit())))
 
     def learning_rate(self, num_workers: int) -> LearningRateRule:
-        return self.consistency.learning_rate(num_workers)
+        rule = self.consistency.learning_rate(num_workers)
+        # With a start, which is exact, the rates behind it are low enough for what a codec sends late.
+        return compression_rule(self.codec) if rule == SAME_RATE and num_workers > 1 else rule
 
     @property
     def synchronous_start(self) -> "ParameterServer | None":
-        return None if self.consistency.bound == 0 else replace(self, consistency=BSP())
+        return None if self.consistency.bound == 0 else replace(self, consistency=BSP(), codec=None)
 
     def starts_in_place(self, transport: Transport) -> bool:
         # Without a bound, workers in shared memory apply their own updates: nothing there makes one step of them all.

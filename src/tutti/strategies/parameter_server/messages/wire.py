@@ -83,7 +83,7 @@ class RequestHeader:
     norm: float = 0.0
     """Norm of the worker's whole gradient, where each update is clipped by itself."""
     is_synchronous: int = 0
-    """1 in a step of the synchronous start, under a counting consistency; else 0."""
+    """1 in a step of the synchronous start, whose gradients are not compressed; else 0."""
 
     LAYOUT = Struct("<qqqqqddq")  # A multiple of 8 bytes: the options behind it are aligned for float64.
 

@@ -177,7 +177,7 @@ class Server:
         # A version from the future, or a NaN weight, would spoil the parameters of all workers.
         if not valid_weight or not 0 <= header.base_version <= shard.ledger.version:
             raise PacketError(f"an update of weight {header.weight}, computed from version {header.base_version}")
-        gradient = None if payload is None else shard.decode(payload)
+        gradient = None if payload is None else shard.decode(payload, exact=header.is_synchronous == 1)
         has_grad = has_grad[: len(shard.spec.segments)]  # Requests are as long as the shard with most segments needs.
         update = Update(worker, header.base_version, header.weight, header.norm, options, has_grad, gradient)
         update.is_void, update.is_synchronous = is_void, header.is_synchronous == 1

@@ -90,8 +90,8 @@ class ServerShard:
             return self.buffers.take()
         return new_message(num_bytes, self.value_bytes())
 
-    def decode(self, payload: Tensor) -> Tensor | None:
-        """Return the gradient that the payload of a push holds; None in a dry run.
+    def decode(self, payload: Tensor, exact: bool = False) -> Tensor | None:
+        """Return the gradient that the payload of a push holds, compressed or `exact`; None in a dry run.
 
         It lies in the payload's memory or in a buffer of the shard, to which `step` gives it back. Raises `PacketError`
         if the payload cannot be a gradient of the shard.
@@ -104,7 +104,7 @@ class ServerShard:
             gradient = self.buffers.take().view(dtype)
             unpack(payload, spec, self._matrix_shapes, gradient)
             return gradient
-        if codec is None or spec.groups is None:
+        if codec is None or spec.groups is None or exact:
             if payload.numel() != spec.num_bytes:
                 raise PacketError(f"an update of {payload.numel()} bytes, wanted {spec.num_bytes}")
             return payload.view(dtype)

@@ -51,7 +51,7 @@ class ShardPusher:
             is_void: push no gradient, but count the iteration.
         """
         bound = self._config.consistency.bound
-        synchronous = int(bound is None and self._replica.starts_synchronously)
+        synchronous = int(self._replica.starts_synchronously)
         sizes_only = self._replica.sizes_only
         has_grad = np.ones(len(bucket.slots), bool) if sizes_only else np.array(gradient_flags(bucket))
         for shard in shards:
@@ -115,7 +115,7 @@ class ShardPusher:
     def _payload(self, shard: WorkerShard, bucket: Bucket) -> Tensor:
         """Return a shard's gradient as bytes. A copy: the bucket's memory is the user's, who may change it at once."""
         spec, codec = shard.spec, self._config.codec
-        if codec is not None and spec.groups is not None:
+        if codec is not None and spec.groups is not None and not self._replica.starts_synchronously:
             if self._replica.sizes_only:
                 return BufferPool(codec.packet_bytes(spec.numel, spec.groups), bucket.flat).take()
             values = bucket.flat[spec.bucket_range].to("cpu", torch.float32)  # Codecs work in float32 on the CPU.
