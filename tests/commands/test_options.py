@@ -10,6 +10,10 @@ OPTIONS = {
         "--timeout --workers ARGS SCRIPT"
     ),
     "join": "--grace --restarts --spawn --workers ADDRESS ARGS SCRIPT",
+    "submit kubernetes": (
+        "--checkpoint-every --claim --dockerfile --gpus-per-node --image --kind --name --namespace --nodes --print "
+        "--restarts --strategy --workers-per-node ARGS SCRIPT"
+    ),
     "submit slurm": (
         "--account --array --checkpoint-every --cpus-per-worker --extra --name --nodes --notice --partition --print "
         "--requeues --strategy --time --workers-per-node ARGS SCRIPT"

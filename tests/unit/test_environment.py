@@ -261,3 +261,60 @@ def test_conflicts_are_the_users_mistakes() -> None:
     with pytest.raises(ValueError, match="WORLD_SIZE") as caught:
         read_environment({"RANK": "0"})
     assert isinstance(caught.value, ConfigError)
+
+
+SKYPILOT = {
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NUM_NODES": "3",
+    "SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6\n10.0.0.7",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "0",
+}
+
+DSTACK = {
+    "DSTACK_NODE_RANK": "1",
+    "DSTACK_NODES_NUM": "3",
+    "DSTACK_MASTER_NODE_IP": "10.0.0.5",
+    "DSTACK_GPUS_PER_NODE": "1",
+}
+
+each_node_scheduler = pytest.mark.parametrize("variables", [SKYPILOT, DSTACK], ids=["skypilot", "dstack"])
+
+
+@each_node_scheduler
+def test_one_process_on_each_node(variables: dict[str, str]) -> None:
+    place = read_environment(variables)
+    assert (place.rank, place.size, place.local_rank, place.address, place.port) == (1, 3, 0, "10.0.0.5", 29500)
+    moved = read_environment({**variables, "MASTER_PORT": "1234"})
+    assert (moved.address, moved.port) == ("10.0.0.5", 1234)
+
+
+@each_node_scheduler
+def test_launchers_inside_a_node_come_first(variables: dict[str, str]) -> None:
+    """The number of the node is not the rank of a process that torchrun, srun or mpirun has started there."""
+    for inner in BY_LAUNCHER.values():
+        place = read_environment({**variables, **inner})
+        assert place == read_environment(inner)
+
+
+@each_node_scheduler
+def test_a_node_for_several_workers(variables: dict[str, str]) -> None:
+    gpus = next(name for name in variables if "GPUS" in name)
+    with pytest.raises(EnvironmentConflict, match=rf"one process on a node with 8 GPUs .*torchrun --nnodes=.*{gpus}"):
+        read_environment({**variables, gpus: "8"})
+
+
+@each_node_scheduler
+def test_one_node_is_a_machine_as_any_other(variables: dict[str, str]) -> None:
+    nodes = next(name for name in variables if name.endswith(("NUM_NODES", "NODES_NUM")))
+    gpus = next(name for name in variables if "GPUS" in name)
+    assert read_environment({**variables, nodes: "1", gpus: "8"}).size == 1
+
+
+@each_node_scheduler
+def test_nodes_that_make_no_sense(variables: dict[str, str]) -> None:
+    node = next(name for name in variables if name.endswith("NODE_RANK"))
+    address = next(name for name in variables if name.endswith(("IPS", "IP")))
+    with pytest.raises(EnvironmentConflict, match="rank 3 of 3"):
+        read_environment({**variables, node: "3"})
+    with pytest.raises(EnvironmentConflict, match=f"does not say where the first node is .*{address}"):
+        read_environment({**variables, address: ""})

@@ -49,6 +49,24 @@ CpusPerWorker = Annotated[
     int | None, typer.Option("--cpus-per-worker", metavar="N", help="Number of cores for each worker.")
 ]
 
+Name = Annotated[str | None, typer.Option("--name", help="Name of the job. Default: that of the script.")]
+Image = Annotated[str | None, typer.Option("--image", metavar="NAME", help="Container image with the script.")]
+GpusPerNode = Annotated[int, typer.Option("--gpus-per-node", metavar="N", help="Number of GPUs on each node.")]
+Claim = Annotated[
+    str | None,
+    typer.Option("--claim", metavar="CLAIM:/PATH", help="PersistentVolumeClaim that all pods share, for checkpoints."),
+]
+Kind = Annotated[
+    str, typer.Option("--kind", metavar="KIND", help="What to make: jobset, or trainjob with its runtime for Kubeflow.")
+]
+Namespace = Annotated[str | None, typer.Option("--namespace", metavar="NAME", help="Namespace of the cluster.")]
+Restarts = Annotated[
+    int, typer.Option("--restarts", metavar="N", help="How often the job is started again after a failure.")
+]
+Dockerfile = Annotated[
+    bool, typer.Option("--dockerfile", metavar="", help="Print a Dockerfile for the image, and submit nothing.")
+]
+
 
 @app.command("slurm", context_settings=_SCRIPT_LAST)
 def slurm(
@@ -61,7 +79,7 @@ def slurm(
     partition: Partition = None,
     account: Account = None,
     array: Array = None,
-    name: Annotated[str | None, typer.Option("--name", help="Name of the job. Default: that of the script.")] = None,
+    name: Name = None,
     extra: Extra = None,
     notice: Notice = 120,
     requeues: Requeues = 20,
@@ -101,6 +119,55 @@ def slurm(
     number = submit(text)
     output = job.output.replace("%j", number).replace("%A", number)
     typer.echo(f"job {number} was submitted; its output comes into {output}")
+
+
+@app.command("kubernetes", context_settings=_SCRIPT_LAST)
+def kubernetes(
+    script: Script,
+    args: Arguments = None,
+    image: Image = None,
+    nodes: Nodes = 1,
+    workers_per_node: WorkersPerNode = 1,
+    gpus_per_node: GpusPerNode = 0,
+    claim: Claim = None,
+    kind: Kind = "jobset",
+    name: Name = None,
+    namespace: Namespace = None,
+    restarts: Restarts = 20,
+    dockerfile: Dockerfile = False,
+    strategy: StrategyText = None,
+    checkpoint_every: CheckpointEvery = None,
+    print_only: PrintOnly = False,
+) -> None:
+    """Write a JobSet or a TrainJob for Kubernetes, and apply it with kubectl. Options come before the script.
+
+    Example: tutti submit kubernetes --image registry/train --nodes 4 --workers-per-node 2 --print train.py
+    """
+    from tutti.launch import kubernetes as manifests
+
+    if not Path(script).is_file():
+        raise ConfigError(f"there is no script '{script}' in {Path.cwd()}.")
+    if dockerfile:
+        typer.echo(manifests.dockerfile(Path.cwd()), nl=False)
+        return
+    if image is None:
+        raise ConfigError("--image is missing: the container image in which the script is. --dockerfile prints one.")
+    if kind not in ("jobset", "trainjob"):
+        raise ConfigError(f"--kind is jobset or trainjob, got '{kind}'.")
+    job = manifests.KubernetesJob(
+        command=[script, *(args or [])],
+        image=image,
+        nodes=nodes,
+        workers_per_node=workers_per_node,
+        gpus_per_node=gpus_per_node,
+        claim=claim,
+        restarts=restarts,
+        name=name,
+        namespace=namespace,
+        variables=_variables(strategy, checkpoint_every, nodes * workers_per_node),
+    )
+    text = manifests.manifest_text(job.job_set() if kind == "jobset" else job.train_job(), job)
+    typer.echo(text if print_only else manifests.apply(text), nl=False)
 
 
 def _variables(strategy: str | None, checkpoint_every: str | None, num_workers: int) -> dict[str, str]:

@@ -49,6 +49,9 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> RankEnviron
     agree. Raises `EnvironmentConflict` with the names and values that contradict each other.
     """
     found = [described for reader in READERS.values() if (described := reader(environment)) is not None]
+    # What is said of whole nodes counts only where nothing is said of processes.
+    for node_reader in NODE_READERS if not found else ():
+        found += [described] if (described := node_reader.read(environment)) is not None else []
     if not found:
         return RankEnvironment("none", 0, 1, 0, None, None)
     first = found[0]
@@ -140,6 +143,66 @@ READERS: dict[str, Callable[[Mapping[str, str]], RankEnvironment | None]] = {
     "mpich": _mpich,
     "slurm": _slurm,
 }
+
+
+@dataclass(frozen=True)
+class NodeReader:
+    """The variables of a scheduler that numbers nodes, and runs a command once on each.
+
+    A process that it has started itself is the only one of its node, so its rank is the number of the node. A node for
+    several workers needs a launcher of its own, such as torchrun, whose variables then come first.
+    """
+
+    scheduler: str
+    node: str
+    nodes: str
+    """Names of the variables with the number of this node, and with how many there are."""
+    addresses: str
+    """Name of the variable with the address of the first node, and perhaps those of others on further lines."""
+    gpus: str
+    """Name of the variable with the number of GPUs of each node."""
+
+    def read(self, environment: Mapping[str, str]) -> RankEnvironment | None:
+        """Return which rank this process is; None if there are not several nodes of this scheduler."""
+        if self.node not in environment or (size := _number(environment, self.nodes, 1)) == 1:
+            return None
+        gpus = environment.get(self.gpus, "").strip()
+        if gpus.isdecimal() and int(gpus) > 1:
+            raise EnvironmentConflict(
+                f"{self.scheduler} has started one process on a node with {gpus} GPUs ({self.gpus}). Have it run "
+                f"{self.command} SCRIPT, which starts one for each."
+            )
+        described = _checked(
+            self.scheduler, (_number(environment, self.node), size, 0), environment, lambda: self._first(environment)
+        )
+        if "MASTER_ADDR" not in environment:
+            described = replace(described, address=self._first(environment)[0])
+        return described
+
+    @property
+    def command(self) -> str:
+        """The command that starts several workers on each node."""
+        first = f'$(echo "${self.addresses}" | head -n1)'
+        return (
+            f"torchrun --nnodes=${self.nodes} --node-rank=${self.node} --nproc-per-node=${self.gpus} "
+            f"--master-addr={first} --master-port={_NODE_PORT}"
+        )
+
+    def _first(self, environment: Mapping[str, str]) -> tuple[str, int]:
+        addresses = environment.get(self.addresses, "").split()
+        if not addresses:
+            raise EnvironmentConflict(f"{self.scheduler} does not say where the first node is ({self.addresses}).")
+        return addresses[0], _NODE_PORT
+
+
+_NODE_PORT = 29_500
+
+NODE_READERS = (
+    NodeReader(
+        "SkyPilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_GPUS_PER_NODE"
+    ),
+    NodeReader("dstack", "DSTACK_NODE_RANK", "DSTACK_NODES_NUM", "DSTACK_MASTER_NODE_IP", "DSTACK_GPUS_PER_NODE"),
+)
 
 Rendezvous = Callable[[], tuple[str | None, int | None]]
 """Returns address and port of the store, where no variable gives them."""
