@@ -12,7 +12,7 @@ ifneq ($(wildcard ../shared/data),)
 export TUTTI_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: help install demo test test-quick test-matrix test-frameworks check docs bench clean
+.PHONY: help install demo test test-quick test-matrix test-frameworks test-slurm check docs bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make test-quick   the inner loop of it"
 	@echo "make test-matrix   the quick tests on several versions of torch"
 	@echo "make test-frameworks   tests under Lightning, Transformers, Accelerate and Ray Train, which it installs"
+	@echo "make test-slurm   tests on a Slurm cluster of this host, which it installs (Debian, Ubuntu; as root)"
 	@echo "make check  ruff and mypy"
 	@echo "make docs   the documentation site, into site/"
 	@echo "make bench  training steps and all-reduce against DDP, Gloo and Open MPI"
@@ -45,6 +46,11 @@ test: $(STAMP)
 test-frameworks: $(STAMP)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[lightning,transformers,ray]'
 	$(BIN)/pytest tests/frameworks
+
+# Slurm's daemons are started by the tests themselves, in a folder of theirs. Without them, the tests are skipped.
+test-slurm: $(STAMP)
+	apt-get install --yes --no-install-recommends slurm-wlm munge
+	$(BIN)/pytest tests/integration/test_slurm.py
 
 # For the inner loop: one process, no launches.
 test-quick: $(STAMP)
