@@ -94,7 +94,7 @@ def trainer_of(strategy: str, folder: str, seed: int = 0) -> Trainer:
         disable_tqdm=True,
     )
     given: dict[str, Any] = {"model": GPT2LMHeadModel(config), "args": arguments}
-    given |= {"train_dataset": SENTENCES, "eval_dataset": SENTENCES[:16]}
+    given |= {"train_dataset": SENTENCES, "eval_dataset": {"first": SENTENCES[:16], "last": SENTENCES[-8:]}}
     return Trainer(**given) if strategy == "ddp" else TuttiTrainer(**given, strategy=strategy)
 
 
@@ -112,7 +112,7 @@ def transformers(strategy: str) -> dict[str, Any]:
     return {
         "parameters": gathered(parameters(whole.model)),
         "resumed": parameters(resumed.model),
-        "loss": whole.evaluate()["eval_loss"],
+        "loss": whole.evaluate()["eval_first_loss"],
         "files": sorted(os.listdir(f"{folders[0]}/checkpoint-6")),
     }
 

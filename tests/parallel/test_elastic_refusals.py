@@ -40,6 +40,21 @@ def twice(world: tutti.World) -> None:
         tutti.distribute(model, optimizer(model))
 
 
+def with_a_closure_in_the_middle_of_steps(world: tutti.World) -> None:
+    model = nn.Linear(4, 4)
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    job = tutti.distribute(model, lbfgs)
+
+    def closure() -> torch.Tensor:
+        lbfgs.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    lbfgs.step(closure)
+    job.finish()
+
+
 def work(attempt: Callable[[tutti.World], None]) -> None:
     attempt(tutti.init())
 
@@ -51,6 +66,7 @@ def work(attempt: Callable[[tutti.World], None]) -> None:
         (with_dedicated_servers, "has dedicated servers"),
         (with_joined_batch_norm, "tutti.sync_batchnorm joins the workers that are there when it is called, for good"),
         (with_a_chosen_strategy, "auto"),
+        (with_a_closure_in_the_middle_of_steps, "LBFGS.step was given a closure, which it may call several times"),
         (twice, "one model can be distributed in a run whose workers come and go. Give a fixed number of workers"),
     ],
 )

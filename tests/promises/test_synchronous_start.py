@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import compiler
 from torch import Tensor, nn
 
 from support import run_ok, run_threads
@@ -331,3 +332,42 @@ def test_refused_with_a_negative_number() -> None:
     for error in run_threads(start, size=2, transport="simulated"):
         assert isinstance(error, ConfigError), error
         assert "0 steps or more, got -1" in str(error)
+
+
+@pytest.mark.parametrize("way", ["compiled", "forward"])
+def test_refused_where_the_model_calls_no_hooks_that_could_end_the_start(way: str) -> None:
+    def train(world: World) -> int:
+        model = net()
+        optimizer = sgd(model)
+        job = distribute(model, optimizer, "averaging:every=3", world=world)
+        job.start_synchronously(2)
+        forward = torch.compile(model, backend="eager") if way == "compiled" else model.forward
+        for number in range(4):
+            with compiler:
+                out = forward(whole_batch(number).tensor_split(2)[world.rank])
+            out.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return job.steps
+
+    for error in run_threads(train, size=2, transport="sockets"):
+        assert isinstance(error, ConfigError), error
+        assert "the synchronous start of 'averaging:every=3' is over after 2 steps" in str(error)
+        assert "pass the result of torch.compile to distribute" in " ".join(str(error).split())
+
+
+def test_a_model_that_is_compiled_first_ends_the_start() -> None:
+    def train(world: World) -> str:
+        model = torch.compile(net(), backend="eager")
+        optimizer = sgd(model)
+        job = distribute(model, optimizer, "averaging:every=3", world=world)
+        job.start_synchronously(2)
+        for number in range(4):
+            model(whole_batch(number).tensor_split(2)[world.rank]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        attached = str(job._attached)
+        job.finish()
+        return attached
+
+    assert run_ok(train, size=2, transport="sockets") == ["averaging:every=3"] * 2

@@ -51,10 +51,10 @@ class TuttiTrainer(Trainer):
         if saved is not None and saved.exists():
             job.load_state_dict(torch.load(saved, map_location="cpu", weights_only=True))
 
-    def evaluate(self, *arguments: Any, **options: Any) -> Any:
-        """Evaluate the parameters that all ranks agree on. Collective."""
+    def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
+        """Evaluate, or predict by, the parameters that all ranks agree on. Called for one dataset. Collective."""
         with self.accelerator.agreed():
-            return super().evaluate(*arguments, **options)
+            return super().evaluation_loop(*arguments, **options)
 
     def _save_checkpoint(self, model: Any, *arguments: Any, **options: Any) -> None:
         job = self.accelerator.job

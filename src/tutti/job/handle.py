@@ -263,8 +263,7 @@ class Job(CollectiveValues, JobCheckpoints, JobMembership, JobProgress, Synchron
         self._finished = True
         if self.world.elastic is not None:
             self.world.elastic.regrouping = None
-        if self._start_hook is not None:
-            self._start_hook.remove()
+        self._remove_start_hooks()
         self._checkpoints.abandon()
         self.world.usage.exchanges.discard(self._exchange)
         # In this order: background work stops, then gradients are copied out of shared memory, then it is unmapped.

@@ -16,7 +16,9 @@ The next one begins from these, as after `distribute`. Each has a channel of its
 mistaken.
 
 Both changes are collective, and no rank can miss one: steps of the start are synchronous, so all ranks come to its end
-after the same step. A rank that is about to be away instead changes first. A loss ends the wait of the others.
+after the same step. A rank that is about to be away instead changes first. A loss ends the wait of the others. Where a
+model calls no hooks (it was compiled after `distribute`), the start could not end: that is an error in the second step
+behind it.
 
 *Losses.* In a world of fixed size, a loss in the start ends the run as it does under all-reduce, unless the start is in
 place: the strategy is attached between all ranks. In an elastic world, ranks change in both cases as after a loss
@@ -27,6 +29,7 @@ join, in either part.
 step needs: the state is loaded into the one that saved it, unless the start has another length now.
 """
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import ref
 
@@ -55,7 +58,7 @@ class SynchronousStart:
     _expected: dict[str, Any]
     _model_on_mesh: ModelOnMesh | None
     _num_changes = 0
-    _start_hook: Any = None
+    _start_hooks: Sequence[Any] = ()
 
     def start_synchronously(self, num_steps: int) -> None:
         """Take the first `num_steps` steps of the training synchronously; call it before the first one. Collective.
@@ -139,12 +142,20 @@ class SynchronousStart:
         # One log: it has the totals of the whole run.
         self._exchange.events, self._exchange.on_exchange = before.events, before.on_exchange
         self.world.usage.exchanges.add(self._exchange)
-        # The last hook of the model: a change removes hooks, and those of this forward pass have been called by then.
-        if self._start_hook is not None:
-            self._start_hook.remove()
-        self._start_hook = replica.model.register_forward_pre_hook(_StartHook(self), with_kwargs=True)
+        self._remove_start_hooks()
+        hook = _StartHook(self)
+        self._start_hooks = [
+            # The last hook of the model: a change removes hooks, and those of this forward pass have been called then.
+            replica.model.register_forward_pre_hook(hook, with_kwargs=True),
+            replica.optimizer.register_step_pre_hook(hook.before_step),
+        ]
         # A strategy that goes on without a lost rank does so from now on.
         self.world.tolerate_loss(self._exchange.tolerates_loss and not replica.starts_synchronously)
+
+    def _remove_start_hooks(self) -> None:
+        for hook in self._start_hooks:
+            hook.remove()
+        self._start_hooks = ()
 
 
 def _same_number(numbers: dict[int, int]) -> None:
@@ -172,3 +183,17 @@ class _StartHook(OwnedHook):
             start._attach_for_next_step()
             if (on_forward := start._replica.on_forward) is not None:  # The new checks see this batch, too.
                 on_forward(args, kwargs)
+
+    def before_step(self, *_: Any) -> None:
+        """Refuse a step of the optimiser behind the start, if no forward pass has come here that could end it."""
+        start = self._start()
+        if start is None or start.world.elastic is not None or not start._must_change:
+            return
+        replica = start._replica
+        if replica.steps > replica.synchronous_steps:  # One step more: a forward pass may be for two.
+            raise ConfigError(
+                f"rank {start.world.rank}: the synchronous start of '{start.strategy}' is over after "
+                f"{replica.synchronous_steps} steps, and ends in a forward pass of the distributed model, but its "
+                "hooks are not called. Call the model itself, not its forward method; compile first, and pass the "
+                "result of torch.compile to distribute."
+            )

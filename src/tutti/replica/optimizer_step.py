@@ -5,7 +5,8 @@ infinite gradient, and the step counts as usual; or a rank was lost (`Replica.lo
 samples come again.
 
 A closure, which `optimizer.step(closure)` calls to compute loss and gradients, is called before all this, where the
-optimiser calls it once: the gradients are there when the step begins, as in a loop without a closure.
+optimiser calls it once: the gradients are there when the step begins, as in a loop without a closure. Any other
+optimiser calls it in the middle of its step, which cannot be void then: it is refused where ranks come and go.
 """
 
 from collections.abc import Callable
@@ -50,6 +51,12 @@ class OptimizerStep:
         if _calls_closures_once(optimizer):
             args = (*args[:1], *map(_evaluated, args[1:]))
             kwargs = {name: _evaluated(value) for name, value in kwargs.items()}
+        elif self._replica.survives and any(map(callable, (*args[1:], *kwargs.values()))):
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step was given a closure, which it may call several times. If a worker is "
+                "lost then, the step cannot be void: ranks would end with different parameters. Call backward "
+                "yourself, then step(); or give a fixed number of workers."
+            )
         self._begin()
         return args, kwargs
 
