@@ -1,11 +1,10 @@
-"""The training loop of `tutti train`: a recipe on this rank, with the public API that a user's script has.
+"""The training of `tutti train`: a recipe on this rank, by the loop that `tutti.fit` has too (`loop`).
 
 Every rank runs `train`. It calls `init`, `distribute` and `shard` as any script does. `GlobalBatches` make the steps
 of N workers see the samples that the steps of one worker see, so that N workers give the result of one.
 """
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from math import nan
 from pathlib import Path
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from tutti.checkpoint.index import candidates
 from tutti.collectives import native
 from tutti.data import GlobalBatches, ShardedLoader, shard
 from tutti.job import Job, distribute
@@ -25,6 +23,7 @@ from tutti.launch import init
 from tutti.recipes import Recipe, collate, recipe
 from tutti.recipes.data import MapDataset
 from tutti.recipes.learning_rate import LearningRate, RateSchedule, rule_of_batch, set_rate
+from tutti.recipes.loop import RunCheckpoints, TrainingLoop, measure_agreed
 from tutti.recipes.progress_reports import ProgressReports
 from tutti.strategies import as_strategy
 from tutti.world import World
@@ -117,25 +116,24 @@ def train(config: TrainingConfig) -> TrainingResult:
     with distribute(model, optimizer, config.strategy, world=world) as job:
         batches, steps_per_epoch = _batches(splits.train, config, training_recipe, job.world)
         job.start_synchronously(schedule.synchronous_steps)
-        checkpoints = _Checkpoints(config, job, batches)
+        checkpoints = _checkpoints(config, job, batches)
         reports = ProgressReports(job, epochs, steps_per_epoch, num_samples)
-        steps_before, steps_s, loss, accuracy = job.steps, 0.0, torch.tensor(nan), nan  # Also of a continued run.
-        for epoch in batches.epochs(epochs):
-            start_s = world.transport.now()
-            for x, y in epoch:
-                schedule.set(job.steps)
-                loss = training_recipe.loss(model(_in_precision(x, config.double)), y)
-                job.watch(loss)  # Before backward, whose exchange stops all ranks if the loss is not finite.
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                reports.step(loss)
-                checkpoints.step()
-            steps_s += world.transport.now() - start_s
+        steps_before, accuracy = job.steps, nan  # Of a continued run.
+
+        def after_epoch(loss: Tensor) -> bool:
+            nonlocal accuracy
             accuracy = _evaluate_epoch(evaluation, job, reports, loss, last=batches.epoch == epochs)
             # Equal on all ranks under a synchronous strategy, so all of them leave here. NaN never is large enough.
-            if config.until is not None and accuracy >= config.until:
-                break
+            return config.until is not None and accuracy >= config.until
+
+        def forward(batch: Any) -> Tensor:
+            return training_recipe.loss(model(_in_precision(batch[0], config.double)), batch[1])
+
+        loop = TrainingLoop(
+            job=job, optimizer=optimizer, batches=batches, forward=forward, schedule=schedule, checkpoints=checkpoints,
+            after_step=reports.step, after_epoch=after_epoch,
+        )  # fmt: skip
+        loss = loop.run(epochs)
         if job.steps == steps_before:  # A run that had ended before it was continued.
             accuracy = _evaluate_epoch(evaluation, job, reports, loss, last=True)
         checkpoints.end()
@@ -154,7 +152,7 @@ def train(config: TrainingConfig) -> TrainingResult:
         synchronous_steps=schedule.synchronous_steps,
         samples=round((batches.epoch - steps_before / steps_per_epoch) * num_samples),
         seconds=metrics.seconds,
-        step_s=steps_s / max(1, metrics.steps - steps_before),
+        step_s=loop.steps_s / max(1, metrics.steps - steps_before),
         bytes_sent=metrics.bytes_sent,
         waiting_share=metrics.waiting_share,
         strategy_metrics=metrics.strategy,
@@ -174,27 +172,10 @@ def _batches(
     return cast(ShardedLoader, shard(loader, world=world)), len(sampler) // sampler.num_parts
 
 
-class _Checkpoints:
-    """Checkpoints of a run, if it is to have any."""
-
-    def __init__(self, config: TrainingConfig, job: Job, batches: ShardedLoader) -> None:
-        """Continue from the newest one. Collective."""
-        self._config, self._job, self._batches = config, job, batches
-        self._extra = {"config": {**asdict(config), "checkpoints": None}}
-        # All ranks are on one machine, and see the same folder.
-        if config.checkpoints is not None and candidates(Path(config.checkpoints)):
-            job.restore(config.checkpoints, batches)
-
-    def step(self) -> None:
-        """Write a checkpoint if one is due. Collective."""
-        if self._config.checkpoints is not None:
-            every = self._config.checkpoint_every
-            self._job.checkpoint(self._config.checkpoints, self._batches, every=every, extra=self._extra)
-
-    def end(self) -> None:
-        """Write the last one. Collective."""
-        if self._config.checkpoints is not None:
-            self._job.checkpoint(self._config.checkpoints, self._batches, extra=self._extra)
+def _checkpoints(config: TrainingConfig, job: Job, batches: ShardedLoader) -> RunCheckpoints:
+    """Return the checkpoints of the run, continued from the newest one. Collective."""
+    extra = {"config": {**asdict(config), "checkpoints": None}}
+    return RunCheckpoints(job, config.checkpoints, config.checkpoint_every, (batches,), extra)
 
 
 def _set_rate(
@@ -219,23 +200,15 @@ def _in_precision(inputs: Tensor, double: bool) -> Tensor:
 def _evaluate_epoch(
     evaluation: "_Evaluation", job: Job, reports: ProgressReports, loss: Tensor, *, last: bool
 ) -> float:
-    """Measure and report the test accuracy at the end of an epoch; NaN where this rank does not know it.
+    """Measure and report the test accuracy at the end of an epoch; NaN where ranks do not measure it together."""
 
-    Under a synchronous strategy all ranks measure it together, on the parameters that they agree on. Otherwise the
-    leader does so alone. The others train on meanwhile, unless a step is made of the gradients of all ranks: steps
-    without the leader's would have fewer samples, and so would those in which it trains on the rest of its data alone.
-    After the last epoch `train` measures it, once the job has finished.
-    """
-    if job.strategy.synchronous:
-        with job.consensus(optimizer=False):
-            accuracy = evaluation.accuracy(job.world)
+    def measure(together: bool) -> float:
+        accuracy = evaluation.accuracy(job.world if together else None)
         reports.evaluation(loss, accuracy)
-        return accuracy
-    if job.is_leader and not last:
-        waits = job.strategy.needs_all_ranks or job.strategy.steps_by_mean_gradient or job.starts_synchronously
-        with nullcontext() if waits else job.away():
-            reports.evaluation(loss, evaluation.accuracy())
-    return nan
+        return accuracy if together else nan
+
+    measured = measure_agreed(job, measure, last=last)
+    return nan if measured is None else measured
 
 
 @dataclass(frozen=True)
