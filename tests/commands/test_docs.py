@@ -66,6 +66,14 @@ def test_tutorial_scripts_run(tmp_path: Path, call: Call) -> None:
         assert "epoch 2: loss" in ended.out
 
 
+def test_guide_of_fit_runs(tmp_path: Path) -> None:
+    first, *_ = examples(DOCS / "guides" / "fit.md")
+    (tmp_path / "script.py").write_text(first)
+    printed = run_python(tmp_path, "script.py")
+    assert "epoch 3/3: loss" in printed
+    assert "samples per s" in printed
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):

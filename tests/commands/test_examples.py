@@ -14,6 +14,7 @@ SCRIPTS = sorted(EXAMPLES.rglob("*.py"))
 
 PRINTED = {
     "one_host.py": "4 workers:",
+    "one_call.py": "digits are misread",
     "slow_network.py": "bmuf:every=8+onebit",
     "stragglers.py": "ps:async",
     "pipeline.py": "two stages: last loss",

@@ -16,7 +16,7 @@ class EpochRecord:
     """One pass over the training data."""
 
     epoch: int
-    """Its number, from 0."""
+    """Its number, from 1."""
     steps: int
     """Steps of the whole training at its end."""
     loss: float

@@ -55,7 +55,7 @@ class Reports:
         step = report["step"]
         if report["kind"] == "epoch":
             record = report["record"]
-            self._print(f"epoch {report['number'] + 1}/{self._epochs}: {_as_text(record)}")
+            self._print(f"epoch {report['number']}/{self._epochs}: {_as_text(record)}")
             values = {"epoch": report["number"], **record}
         else:
             text = f"step {step}: loss {report['loss']:.4f}"

@@ -164,7 +164,7 @@ class _RankTraining:
             together = lambda all_ranks: evaluation.together(job) if all_ranks else evaluation.alone()  # noqa: E731
             values = measure_agreed(job, together, last=last) or {}
         record = EpochRecord(
-            epoch=len(self.history),
+            epoch=len(self.history) + 1,
             steps=job.steps,
             validation_loss=values.pop("loss", None),
             metrics=values,
