@@ -16,6 +16,7 @@ from support import run_ok
 from tutti.errors import ConfigError
 from tutti.fit.callbacks import Run
 from tutti.fit.history import History
+from tutti.strategies import parse
 from tutti.world import World, set_world
 
 
@@ -267,18 +268,22 @@ def test_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_learning_rate_rule_of_a_strategy() -> None:
-    """The same as by hand."""
-    from tutti.strategies import parse
+    """It may begin with synchronous steps at the rate of one worker."""
+    rule = parse("bmuf:every=4").learning_rate(2)
+    changed, _ = rule.changed(0.3, 0.5)
+    assert changed != 0.3
 
-    rates: list[float] = []
-    trained_options = {"strategy": "bmuf:every=4", "lr": "auto", "callbacks": [lambda run: rates.append(rate_of(run))]}
+    def train(world: World) -> list[float]:
+        rates: list[float] = []
+        trained(world, strategy="bmuf:every=4", lr="auto", callbacks=[lambda run: rates.append(rate_of(run))])
+        return rates
 
     def rate_of(run: Run) -> float:
         return float(run.optimizer.param_groups[0]["lr"])
 
-    run_ok(partial(trained, **trained_options), size=2, transport="shared_memory")
-    wanted, _ = parse("bmuf:every=4").learning_rate(2).changed(0.3, 0.5)
-    assert rates == pytest.approx([wanted] * len(rates))
+    wanted = [0.3 if steps <= rule.synchronous_steps(12) else changed for steps in (4, 8, 12)]
+    for rates in run_ok(train, size=2, transport="shared_memory"):
+        assert rates == pytest.approx(wanted)
 
 
 GOOD = {"data": samples(20), "optimizer": SGD, "loss": nn.CrossEntropyLoss()}
