@@ -28,9 +28,6 @@ class Regrouping:
     def __init__(self) -> None:
         self.change: Callable[[], None] | None = None
 
-    def arrive(self) -> None:
-        """These ranks are there already."""
-
     def boundary(self, *, at_end: bool = False) -> None:
         if self.change is not None:
             change, self.change = self.change, None

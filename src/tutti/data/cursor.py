@@ -80,7 +80,7 @@ class Cursor:
             split_batches: whether every step is one batch, formed as for a single rank, and split between the ranks.
         """
         self.world = world
-        self._keep = keep
+        self.keep = keep
         self._data = data
         self._split_batches = split_batches
         self.num_parts = 1 if split_batches else world.size
@@ -260,10 +260,10 @@ class Cursor:
         """
         num_before, are_equal = len(positions), len(set(positions)) == 1
         # Steps of yet another number of ranks are not those of this world's batch size.
-        same_world = num_before == self.world.size and (self._keep == "global" or self.num_parts == num_before)
+        same_world = num_before == self.world.size and (self.keep == "global" or self.num_parts == num_before)
         if same_world and (are_equal or not together):
             position = positions[self.world.rank]
-        elif self._keep == "global" and are_equal:
+        elif self.keep == "global" and are_equal:
             position = positions[0]
         else:
             epochs, num_items = zip(*positions, strict=True)

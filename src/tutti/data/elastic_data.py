@@ -33,6 +33,8 @@ class ElasticData(ABC):
         self.number = world.usage.num_data
         """Its number among all that this process has made in its world, in the order in which it made them."""
         world.usage.num_data += 1
+        self.keeps_global_batch = cursor.keep == "global"
+        """Whether the batch of all ranks stays the same when their number changes."""
         self._last_epoch: int | None = None
         """The last epoch of the run, if `epochs` was told."""
         self._loop_regroupings = 0

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tutti.coordination.elastic_member import Generation
 from tutti.errors import ConfigError
+from tutti.job.rate_scaling import RateScaling, scale_rate
 from tutti.world import World
 
 
@@ -72,6 +73,7 @@ class JobMembership:
     """The part of a job that tells its user of changes of the workers. `Job` sets the fields."""
 
     world: World
+    _rate_scaling: RateScaling | None = None
 
     def on_membership(self, call: OnMembership) -> None:
         """Have a function called after each change of the workers of an elastic run.
@@ -89,6 +91,18 @@ class JobMembership:
         elastic = self.world.elastic
         if elastic is not None and elastic.regrouping is not None:
             elastic.regrouping.membership.calls.append(call)
+
+    def scale_learning_rate(self, num_workers: int) -> None:
+        """Scale the learning rate with the number of workers, where each keeps its batch (`shard(keep="local")`).
+
+        The optimiser's rates are for `num_workers` workers. A step of N takes N / `num_workers` times that rate (Goyal
+        et al. 2017), or its square root with Adam and its relatives (Malladi et al. 2022). The rate is put back after
+        each step: schedulers go on as if nothing had changed. For strategies with the mean of all gradients.
+
+        Args:
+            num_workers: the same on all workers.
+        """
+        scale_rate(self, num_workers)  # type: ignore[arg-type]
 
 
 def refuse_on_membership(world: World) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from tutti.cluster.hosts import LOOPBACK
 from tutti.errors import EnvironmentConflict
-from tutti.launch.control_settings import ELASTIC
+from tutti.launch.control_settings import COORDINATOR, ELASTIC
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> RankEnviron
         # Open MPI without mpi4py knows ranks but no rendezvous address, which another launcher's variables may give.
         if first.port is None and other.port is not None:
             first = replace(first, address=other.address, port=other.port)
-    if first.size > 1 and first.port is None:
+    # A worker of `tutti join` has the address of the run's coordinator, and no store of torch's.
+    if first.size > 1 and first.port is None and COORDINATOR not in environment:
         raise EnvironmentConflict(
             f"rank {first.rank}: {first.launcher} started {first.size} processes but nothing says where rank 0 is. "
             "Set MASTER_ADDR and MASTER_PORT, or install tutti-train[mpi] if this is mpirun."

@@ -152,8 +152,9 @@ class Supervisor:
         self._control = joins
         self._variables[SECRET] = joins.secret.text
         self._variables[COORDINATOR] = str(joins.endpoint)
-        # Nothing of torch's own listens there: its process groups have a fixed number of members.
-        self._variables["MASTER_PORT"] = str(joins.endpoint.port)
+        # There is no store of torch's for these workers, as its groups have a fixed number of members: torch says at
+        # once that it finds no MASTER_PORT.
+        self._variables.pop("MASTER_PORT", None)
         return joins.first_number
 
     def _start(self, slot: int, number: int, *, is_new: bool) -> SupervisedWorker:
