@@ -14,6 +14,7 @@
     ├── UnsupportedVersion     (also an ImportError) a version of torch with which Tutti does not work
     ├── RankLost               (also a RuntimeError) a peer died, failed or left while this rank waited for it
     ├── TooFewWorkers          so many workers were lost that training cannot go on
+    ├── StateLost              a part of the model was lost with the ranks that had it
     ├── DeadlineExceeded       (also a TimeoutError and a RuntimeError) no answer in time, and no rank known to be gone
     ├── Deadlock               every simulated rank waits for another
     ├── WorkerDropped          a parameter server has excluded this worker, which sent an invalid update
@@ -107,6 +108,10 @@ class RankLost(TuttiError, RuntimeError):
 
 class TooFewWorkers(TuttiError):
     """So many workers of an elastic run were lost, and not replaced, that fewer than its minimum are left."""
+
+
+class StateLost(TuttiError):
+    """Ranks were lost, and a part of the model or of the optimiser's state with them that no other rank has."""
 
 
 class DeadlineExceeded(TuttiError, TimeoutError, RuntimeError):

@@ -35,7 +35,9 @@ def choice() -> list[Cell]:
     # Those that promise most come more often.
     exact = [name for name, promise in STRATEGIES.items() if promise == EXACT]
     strategies = cycle([*STRATEGIES, *exact])
-    return [Cell(next(strategies), *pair) for pair in pairs]
+    chosen = [Cell(next(strategies), *pair) for pair in pairs]
+    chosen += [Cell("ps:bsp", SOCKETS, fault) for fault in ("kill rank 1", "kill two", "replace")]
+    return [*dict.fromkeys([*chosen, Cell("ps:bsp", LAB, "kill host 0")])]
 
 
 CHOICE = choice()

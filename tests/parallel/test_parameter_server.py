@@ -679,6 +679,10 @@ def test_colocated_workers_learn_which_rank_stopped() -> None:
         (lambda: ParameterServer(codec="onebit"), ("got 'onebit'", "ErrorFeedback(OneBit())")),  # type: ignore[arg-type]
         (lambda: ParameterServer(clip=0.0), ("got 0.0", "above 0")),
         (lambda: ParameterServer(bucket_bytes=0), ("got 0", "1 or more")),
+        (lambda: ParameterServer(copies=0), ("copies must be 1, or 2", "got 0")),
+        (lambda: ParameterServer(copies=3, servers=4), ("copies must be 1, or 2", "got 3", "more are not supported")),
+        (lambda: ParameterServer(copies=True), ("copies must be 1, or 2", "got True")),
+        (lambda: ParameterServer(copies=2, servers=1), ("copies=2 needs 2 servers or more", "got servers=1")),
     ],
 )
 def test_invalid_strategies_are_refused(make: Callable[[], Any], says: tuple[str, ...]) -> None:
@@ -708,6 +712,12 @@ def test_worlds_that_are_too_small(strategy: ParameterServer, says: tuple[str, .
         assert isinstance(each, ConfigError), each
         for part in says:
             assert part in str(each)
+
+
+def test_copies_need_a_second_server() -> None:
+    (each,) = run_threads(start, ParameterServer(copies=2), size=1, transport="sockets")
+    assert isinstance(each, ConfigError)
+    assert "copies=2 needs 2 servers or more, and a world of 1 rank has one" in str(each)
 
 
 def test_a_dedicated_server_alone() -> None:
@@ -753,6 +763,8 @@ def test_optimisers_that_servers_cannot_run() -> None:
         ("ps:bsp,servers=2,clip=0.5", ParameterServer(servers=2, clip=0.5)),
         ("ps:bsp,clip=0.123456789", ParameterServer(clip=0.123456789)),
         ("ps:bsp,bucket_bytes=1000", ParameterServer(bucket_bytes=1000)),
+        ("ps:bsp,copies=2", ParameterServer(copies=2)),
+        ("ps:ssp=3,servers=2,copies=1", ParameterServer(SSP(3), servers=2, copies=1)),
     ],
 )
 def test_texts_round_trip(text: str, strategy: ParameterServer) -> None:
@@ -785,6 +797,9 @@ def test_texts_with_defaults() -> None:
         ("ps:servers=x", "servers= takes a whole number, got 'x'"),
         ("ps:servers=0", "got 0"),
         ("ps:overlap=2", "overlap= takes 0 or 1, got '2'"),
+        ("ps:bsp,copies=two", "copies= takes a whole number, got 'two'"),
+        ("ps:bsp,copies=3", "copies must be 1, or 2"),
+        ("ps:bsp,servers=1,copies=2", "copies=2 needs 2 servers"),
         ("ps:bsp+lowrank:2", "AllReduce"),
     ],
 )

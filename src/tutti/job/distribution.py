@@ -151,6 +151,7 @@ def _start(
 def _attach(replica: HookedReplica, channel: Transport, strategy: Strategy, world: World) -> Exchange:
     """Attach the strategy, and check what the user does from now on. Collective; not done at all if a rank is lost."""
     exchange: Exchange | None = None
+    replica.survives = world.elastic is not None  # Strategies may prepare for a loss.
     try:
         exchange = strategy.attach(replica, channel)
         if world.elastic is not None and exchange.elastic_mistake:
@@ -235,6 +236,8 @@ def _mistakes(model: nn.Module, optimizer: Optimizer, strategy: Strategy, mesh: 
     mistakes = refusals(lambda technique: support(technique, strategy, mesh), model, optimizer)
     if world.elastic is not None:
         mistakes += elastic_mistakes(model, strategy, mesh, world)
+    elif world.transport.cluster is None and strategy.mistake_in_fixed_world:
+        mistakes.append(strategy.mistake_in_fixed_world)
     if world.size > 1 and world.transport.cluster is None and any(p.is_meta for p in model.parameters()):
         mistakes.append("the model is on the meta device, without values: build it on a real one, or simulate it.")
     if world.transport.cluster is not None and any(p.is_cuda for p in model.parameters()):

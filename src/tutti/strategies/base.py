@@ -256,6 +256,11 @@ class Strategy(ABC):
         """Number of ranks, the last ones, that serve the others and do not train."""
         return 0
 
+    @property
+    def mistake_in_fixed_world(self) -> str:
+        """Why it cannot be used where workers do not come and go; empty if it can."""
+        return ""
+
     def check_size(self, size: int) -> None:
         """Raise `ConfigError` if this strategy cannot be used by `size` ranks, dedicated servers included."""
         return None

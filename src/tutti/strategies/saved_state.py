@@ -34,6 +34,8 @@ class PerRank:
     """From the values by rank, of the ranks that are there, to what the state has of them; by default their list."""
     new: Any = None
     """What a rank begins with that joins the others; None if it is the same as this rank's."""
+    stays: bool = False
+    """Whether a rank that takes over the state of another one keeps its own."""
 
 
 def gather_ranks(state: dict[str, Any], calls: CollectiveCalls, elastic: bool, everywhere: bool) -> dict[str, Any]:
@@ -107,11 +109,19 @@ def for_new_ranks(state: dict[str, Any]) -> dict[str, Any]:
     return _replace(state, lambda part: {_EACH_RANK: part.value if part.new is None else part.new})
 
 
-def from_sent(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that `for_new_ranks` returned on another rank, as the state of this one."""
+def from_sent(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return the state that `for_new_ranks` returned on another rank, as the state of this one.
+
+    `own` is the state that this one had, of which some parts stay.
+    """
+    if isinstance(own, PerRank) and own.stays:
+        return own
     if state.keys() == {_EACH_RANK}:
         return PerRank(state[_EACH_RANK])  # type: ignore[return-value]
-    return {key: from_sent(value) if isinstance(value, dict) else value for key, value in state.items()}
+    inner = own if isinstance(own, dict) else {}
+    return {
+        key: from_sent(value, inner.get(key, {})) if isinstance(value, dict) else value for key, value in state.items()
+    }
 
 
 def _alone(value: Any, rank: int, size: int) -> list[Any]:

@@ -24,6 +24,7 @@ from tutti.bench.elastic.promises import (
     COUNTED,
     ENDS,
     EXACT,
+    EXACT_OR_CHECKPOINT,
     FAULTS,
     LAB,
     LAB_SPEC,
@@ -102,7 +103,8 @@ class Matrix:
             outcome.problems = _without_launcher(cell)
         else:
             seen = self._observe(cell)
-            fault, wanted = FAULTS[cell.fault], self._reference() if cell.promise == EXACT else []
+            is_exact = cell.promise in (EXACT, EXACT_OR_CHECKPOINT)
+            fault, wanted = FAULTS[cell.fault], self._reference() if is_exact else []
             outcome.problems = judge(cell, seen, wanted, fault.num_lost)
             outcome.problems += _wrong_size(fault, seen.ends) if seen.ends else []
             outcome.said = seen.said if outcome.problems else ""
@@ -218,10 +220,12 @@ def judge(cell: Cell, seen: SeenRun, wanted: list[float], num_lost: int) -> list
     Args:
         cell: its strategy and transport.
         seen: what was seen of it.
-        wanted: the parameters of the undisturbed run.
+        wanted: the parameters of the undisturbed run, if that is promised.
         num_lost: number of workers that were lost.
     """
     ends = seen.ends
+    if cell.promise == EXACT_OR_CHECKPOINT and seen.error and "StateLost" in seen.said:
+        return []
     if seen.error or not ends:
         return [seen.error or "no worker has come to the end"]
     problems = []
@@ -230,7 +234,7 @@ def judge(cell: Cell, seen: SeenRun, wanted: list[float], num_lost: int) -> list
     most_missing = max(each.lost_samples for each in ends) if cell.promise == COUNTED else 0
     if seen.missing > most_missing or seen.repeated:
         problems.append(f"{seen.missing} samples are missing ({most_missing} counted), {seen.repeated} used again")
-    if cell.promise == EXACT:
+    if wanted:
         difference = max(abs(got - want) for got, want in zip(ends[0].parameters, wanted, strict=True))
         if difference > TOLERANCE * max(map(abs, wanted)):
             problems.append(f"parameters differ by {difference:.1e} from those of the undisturbed run")

@@ -12,6 +12,9 @@ ONCE = "once"
 """All that come to the end have the same parameters. Every sample of every epoch is used once."""
 COUNTED = "counted"
 """As `ONCE`, but samples of a lost worker may be missing, and no more of them than `job.metrics.changes` counts."""
+EXACT_OR_CHECKPOINT = "exact or checkpoint"
+"""As `EXACT`; or, if the two servers of a part of the model are lost at the same time, all workers end with
+`StateLost`, and those that take their places continue from the last checkpoint."""
 ENDS = "ends"
 """All processes of the run end within seconds."""
 
@@ -41,9 +44,11 @@ STRATEGIES: dict[str, str] = {
 }
 """What strategies promise whatever happens, on every transport but for those of `_WITH_SHARDS`."""
 
-_WITH_SHARDS = ("ps:",)
+_WITH_SHARDS = ("ps:ssp", "ps:async")
 """Strategies whose ranks hold parameters that others do not have, where memory is not shared by all of them. What was
 in these when a rank was lost, nobody knows."""
+_WITH_COPIES = ("ps:bsp",)
+"""Those of which another rank has copies there."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,13 @@ class Cell:
     @property
     def promise(self) -> str:
         """What is promised: one of the texts above."""
-        return ENDS if self.fault == KILL_LAUNCHER else promise_of(self.strategy, self.transport)
+        if self.fault == KILL_LAUNCHER:
+            return ENDS
+        promise = promise_of(self.strategy, self.transport)
+        is_copied = self.strategy.startswith(_WITH_COPIES) and promise == EXACT
+        # In the lab these are on different hosts, and so are what one has and its copy.
+        at_once = FAULTS[self.fault].num_lost > 1 and self.transport == SOCKETS
+        return EXACT_OR_CHECKPOINT if is_copied and at_once else promise
 
     def __str__(self) -> str:
         return f"{self.strategy}, {self.transport}, {self.fault}"
@@ -109,6 +120,8 @@ class Cell:
 
 def promise_of(strategy: str, transport: str) -> str:
     """Return what a strategy promises over a transport, whatever happens to its workers."""
+    if transport != MEMORY and strategy.startswith(_WITH_COPIES):
+        return EXACT
     with_shards = transport != MEMORY and strategy.startswith(_WITH_SHARDS)
     return COUNTED if with_shards else STRATEGIES[strategy]
 

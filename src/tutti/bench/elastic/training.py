@@ -87,7 +87,7 @@ def train(settings: ElasticSettings) -> ElasticResult:
     job.restore(Path(settings.folder) / "checkpoints", batches, scheduler)  # There are none: shows the scheduler.
     number = world.transport.world_rank
     is_victim, event = number in settings.victims, EVENTS.get(settings.event)
-    step_ends = []
+    step_ends, kind = [], ""
     SupervisorPipe().progress(pid=os.getpid())
     with StepRecord(Path(settings.folder), number) as record:
         for epoch in batches.epochs(settings.epochs):  # An epoch may have samples left of the one before.
@@ -100,6 +100,8 @@ def train(settings: ElasticSettings) -> ElasticResult:
                 newcomers.await_from(settings.step, job.steps)
                 if event is not None and is_now and not settings.in_step:
                     event()
+                # As at the first step: with a host less, servers may go on in shared memory.
+                kind = kind or record_kind(job._exchange.equal_after_steps, job._exchange.tolerates_loss)
                 squared_error(model(inputs), targets).backward()
                 if event is not None and is_now and settings.in_step:
                     event()
@@ -110,7 +112,6 @@ def train(settings: ElasticSettings) -> ElasticResult:
                     step_ends.append(time.time())
                 else:
                     record.void()
-    kind = record_kind(job._exchange.equal_after_steps, job._exchange.tolerates_loss)
     changes = job.metrics.changes
     job.finish()
     parameters = torch.cat([each.reshape(-1) for each in model.parameters()]).tolist()

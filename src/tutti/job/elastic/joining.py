@@ -52,7 +52,8 @@ def survive_losses(job: Job) -> ElasticJob:
     assert elastic is not None
     made = ElasticJob(job, world, elastic)
     elastic.regrouping = made
-    replica.survives, replica.on_void = True, made.void_step.begin
+    replica.survives = True
+    replica.on_void = made.void_step.begin
     job._exchange.on_exchange = made.on_exchange
     demand_scaler(job)
     job._checkpoints._watch()  # A rank that is asked to stop leaves, also where no checkpoints are written.

@@ -79,6 +79,8 @@ class ElasticJob:
         """Of the last collective call."""
         self._state_of_strategy: dict[str, Any] = {}
         """While ranks change: the state from which the strategy continues."""
+        self._is_agreed = False
+        """Whether all ranks of the last generation had a part in it, so that it has everything."""
         self._has_state = not elastic.is_new
         """Whether this rank has all that the others have; not before a new one has taken it over."""
         self.void_step = VoidStep(job)
@@ -260,12 +262,13 @@ class ElasticJob:
 
     def _leave_exchange(self) -> dict[str, Any]:
         """Return the strategy's state on this rank, which then takes no more part in exchanges."""
-        job = self._the_job
+        job, self._is_agreed = self._the_job, False
         if job._replica.lost is None:
             try:
                 state = job._exchange.state_dict()
                 if job._exchange.tolerates_loss:  # What servers hold, for example.
                     job._exchange.consensus(optimizer=True)
+                self._is_agreed = True
                 return state
             except RankLost as error:  # While all wanted to end together, one was lost.
                 job._replica.lost = error
@@ -290,6 +293,7 @@ class ElasticJob:
         state, equal = self._state_of_strategy, self._the_job._exchange.equal_after_steps
         return {
             "progress": self._progress,
+            "is_agreed": int(self._is_agreed),
             "leaving": int(bool(self._elastic.requested())),
             "digest": _digest(state),
             "positions": [list(data.position) for data in _data_of(self._elastic)],
@@ -328,7 +332,7 @@ class ElasticJob:
         source = _source(new)
         first = new.members[source].info
         misses = [
-            each.after < 0 or any(each.info[name] != first[name] for name in ("progress", "digest"))
+            each.after < 0 or any(each.info[name] != first[name] for name in ("progress", "is_agreed", "digest"))
             for each in new.members
         ]
         if not any(misses):
@@ -359,6 +363,7 @@ class ElasticJob:
             "steps": job._replica.steps,
             "num_calls": self._num_calls,
             "num_agreements": self._num_agreements,
+            "is_agreed": self._is_agreed,
             "answer": self._answer if with_answer else None,
             "exchange": for_new_ranks(self._state_of_strategy),
             "data": [data.export() for data in _data_of(self._elastic)],
@@ -376,8 +381,8 @@ class ElasticJob:
             load_optimizer_state(job._replica.optimizer, received.equal["optimizer"])
         job._replica.steps = state["steps"]
         self._num_calls, self._num_agreements = state["num_calls"], state["num_agreements"]
-        self._answer = state["answer"]
-        self._state_of_strategy, self._has_state = from_sent(state["exchange"]), True
+        self._answer, self._is_agreed = state["answer"], state["is_agreed"]
+        self._state_of_strategy, self._has_state = from_sent(state["exchange"], self._state_of_strategy), True
         known = {data.number: data for data in self._elastic.data}
         for position in state["data"]:
             if (data := known.get(position["number"])) is not None:
@@ -450,7 +455,7 @@ def _start_as(job: "Job", new: Generation) -> None:
 
 
 NOTHING: dict[str, Any] = {
-    **{"progress": -1, "digest": "", "positions": [], "agreed": [], "trails": [], "steps": {}},
+    **{"progress": -1, "is_agreed": 0, "digest": "", "positions": [], "agreed": [], "trails": [], "steps": {}},
     **{"cut_short": 0, "has_residual": 0, "equal_bytes": 0, "synchronous_steps": 0},
 }
 """What a rank says of itself that has joined, and has not taken over anything yet."""
@@ -462,9 +467,12 @@ def _data_of(elastic: Elasticity) -> list[ShardedData]:
 
 
 def _source(new: Generation) -> int:
-    """Return the rank whose state others take over: the first that has completed most, of those that were there."""
-    there = [rank for rank, each in enumerate(new.members) if each.after >= 0]
-    return max(there, key=lambda rank: (new.members[rank].info["progress"], -rank))
+    """Return the rank whose state others take over: the first that has completed most, of those that were there.
+
+    Of equal ones, it is one that has the state to which all had a part.
+    """
+    infos = {rank: each.info for rank, each in enumerate(new.members) if each.after >= 0}
+    return max(infos, key=lambda rank: (infos[rank]["progress"], infos[rank]["is_agreed"], -rank))
 
 
 def _digest(parts: dict[str, Any]) -> str:

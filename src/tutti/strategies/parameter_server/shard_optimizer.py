@@ -20,6 +20,7 @@ from tutti.strategies.parameter_server.consistency import Consistency
 from tutti.strategies.parameter_server.ledger import Update
 from tutti.strategies.parameter_server.optimizer_options import OptimizerOptions
 from tutti.strategies.parameter_server.shards import ParameterShard, ShardSegment
+from tutti.strategies.parameter_server.step_undo import StepUndo
 
 MeanKernel = Callable[[np.ndarray, np.ndarray, int, int, np.ndarray, float], None]
 """Writes a weighted mean in one pass: source addresses, target addresses, first and last element, weights, divisor."""
@@ -97,6 +98,8 @@ class ShardOptimizer:
         """Views of the segments of the last gradient, and the address of its memory."""
         self._current_options = np.empty(0)
         """The options that the optimiser has now; empty before the first step."""
+        self._before: StepUndo | None = None
+        """What the values and the state were before the last step, where that is kept."""
         if shard.is_trained:
             self._options = OptimizerOptions(optimizer)
             self._optimizer = _copy_for(optimizer, self._slots, self._parameters)
@@ -153,6 +156,8 @@ class ShardOptimizer:
             options: numeric options of the optimiser, as a worker pushed them.
             factor: what the mean is scaled by.
         """
+        if self._before is not None:
+            self._before.keep(self.values, self._states())
         if not self.shard.is_trained:
             self.values.copy_(self._mean)  # Running statistics: the mean over workers is the new value.
             return
@@ -170,9 +175,37 @@ class ShardOptimizer:
             parameter.grad = gradient if flag else None
         self._optimizer.step()
 
+    def take_mean(self, mean: Tensor) -> None:
+        """Let the next `step` apply a mean that another server has made of the same shard."""
+        self._mean = mean
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean that `combine` made last. It changes with the next one."""
+        return self._mean
+
+    def keep_previous(self) -> None:
+        """Keep what the values and the state were before each step, from now on."""
+        self._before = StepUndo()
+
+    def copy_before_step(self) -> tuple[Tensor, list[tuple[str, ShardSegment, dict[str, Any]]]]:
+        """Return copies of the values and of the state (`copy_states`) as they were before the last step."""
+        assert self._before is not None
+        values, states = self._before.copies()
+        return values, [
+            (slot.name, segment, state)
+            for slot, segment, state in zip(self._slots, self.shard.segments, states, strict=False)
+        ]
+
     def segment_state(self, position: int) -> dict[str, Any]:
         """Return the optimiser's state of one segment: the dictionary that it uses, not a copy."""
         return self._optimizer.state[self._parameters[position]] if self.shard.is_trained else {}
+
+    def _states(self) -> list[dict[str, Any]]:
+        """Return the optimiser's state of each segment, not copies; nothing for running statistics."""
+        if not self.shard.is_trained:
+            return []
+        return [self._optimizer.state.get(parameter, {}) for parameter in self._parameters]
 
     def copy_states(self) -> Iterator[tuple[str, ShardSegment, dict[str, Any]]]:
         """Yield the parameter's name and a copy of the optimiser's state for every segment."""

@@ -45,6 +45,8 @@ class ParameterServer(Strategy):
             workers; under `SoftSync` and `Async` each update.
         bucket_bytes: size of a bucket: the gradients that are pushed together, each server getting a shard of them.
         factors: push the gradients of linear layers as sufficient factors, where those are smaller; servers multiply.
+        copies: 2 keeps a copy of each shard on another server, from which training goes on if one is lost. By default
+            that is done under `BSP` where workers may come and go, and not elsewhere.
     """
 
     preference = 2
@@ -56,6 +58,7 @@ class ParameterServer(Strategy):
     clip: float | None = None
     bucket_bytes: int = 4 * 2**20
     factors: bool = False
+    copies: int | None = None
 
     exact_below = 1024
     """With a codec, gradients of parameters with fewer elements are still sent exactly."""
@@ -86,6 +89,7 @@ class ParameterServer(Strategy):
             mistakes.append("factors are exact and take no codec")
         elif self.factors and not self.overlap:
             mistakes.append("factors are pushed while backward runs: they need overlap=True")
+        mistakes += _copies_mistakes(self.copies, self.servers)
         if mistakes:
             raise ConfigError(f"ParameterServer: {'; '.join(mistakes)}.")
 
@@ -114,7 +118,22 @@ class ParameterServer(Strategy):
         """Whether the mean over workers is clipped, so that all shards are stepped together."""
         return self.clip is not None and self.consistency.bound is not None
 
+    @property
+    def mistake_in_fixed_world(self) -> str:
+        if self.copies != 2:
+            return ""
+        return (
+            f"'{self}' keeps copies of what servers hold, from which training goes on with other workers, but this run "
+            "ends with its first loss of a server. Let workers come and go (tutti run --workers MIN:MAX), or leave "
+            "copies out."
+        )
+
     def check_size(self, size: int) -> None:
+        if self.copies == 2 and len(self.roles(size)[1]) < 2:
+            raise ConfigError(
+                "ParameterServer: copies=2 needs 2 servers or more, and a world of 1 rank has one. Use more ranks, or "
+                "leave copies out."
+            )
         num_workers, quorum = len(self.roles(size)[0]), self.consistency.quorum
         # Only at the start: where workers are lost later, one update of each that is left makes a version.
         if self.consistency.bound is None and quorum > num_workers:
@@ -147,12 +166,7 @@ class ParameterServer(Strategy):
 
     def starts_in_place(self, transport: Transport) -> bool:
         # Without a bound, workers in shared memory apply their own updates: nothing there makes one step of them all.
-        return self.consistency.bound is not None or not self._shares_memory(transport)
-
-    def _shares_memory(self, transport: Transport) -> bool:
-        """Whether workers step the parameters themselves, in memory that they share."""
-        # Only where all ranks share memory. Dedicated servers and codecs need messages, also on one host.
-        return isinstance(transport, SharesAll) and self.servers == "colocated" and self.codec is None
+        return self.consistency.bound is not None or not _shares_memory(self, transport)
 
     @property
     def steps_by_mean_gradient(self) -> bool:
@@ -174,7 +188,7 @@ class ParameterServer(Strategy):
         return SUPPORT.get(technique) or super().support(technique)
 
     def attach(self, replica: Replica, transport: Transport) -> Exchange:
-        if self._shares_memory(transport):
+        if _shares_memory(self, transport):
             # Imported here, because these modules import a compiler (numba), which takes seconds.
             from tutti.strategies.parameter_server.shared_memory.hogwild import HogwildWorker
             from tutti.strategies.parameter_server.shared_memory.worker import SharedMemoryWorker
@@ -200,8 +214,26 @@ class ParameterServer(Strategy):
             options.append(f"bucket_bytes={self.bucket_bytes}")
         if self.factors:
             options.append("factors=1")
+        if self.copies is not None:
+            options.append(f"copies={self.copies}")
         codec = "" if self.codec is None else f"+{print_codec(self.codec)}"
         return f"ps:{','.join(options)}{codec}"
+
+
+def _shares_memory(strategy: ParameterServer, transport: Transport) -> bool:
+    """Whether workers step the parameters themselves, in memory that they share."""
+    # Only where all ranks share memory. Dedicated servers, codecs and copies need messages, also on one host.
+    in_memory = strategy.servers == "colocated" and strategy.codec is None and strategy.copies != 2
+    return in_memory and isinstance(transport, SharesAll)
+
+
+def _copies_mistakes(copies: Any, servers: Any) -> list[str]:
+    """Return what is wrong with a number of copies."""
+    if copies not in (None, 1, 2) or isinstance(copies, bool):
+        return [f"copies must be 1, or 2 to keep each shard on two servers, got {copies!r}; more are not supported"]
+    if copies == 2 and servers == 1:
+        return ["copies=2 needs 2 servers or more, got servers=1"]
+    return []
 
 
 _CONSISTENCIES = (
@@ -240,6 +272,7 @@ def read(options: dict[str, str], codec: Codec | None) -> ParameterServer:
         "clip": float,
         "bucket_bytes": int,
         "factors": _switch,
+        "copies": int,
     }
     if unknown := rest.keys() - kinds.keys():
         others = ", ".join(f"{key}=NUMBER" for key in kinds)

@@ -24,6 +24,25 @@ class ServerGroupConfig:
     request_format: RequestFormat
     factors: bool = False
     """Whether gradients of linear layers are pushed as their factors, where those are smaller."""
+    copy_offset: int | None = None
+    """The copy of a shard is on the server this many places behind its own, cyclically; None without copies."""
+    exact: bool = False
+    """Whether a step counts on all workers or on none, so that a loss changes no result."""
+
+    @property
+    def needs_all_workers(self) -> bool:
+        """Whether every step waits for all workers, so that none can take leave."""
+        return self.clips_means or self.exact
+
+    def server_of(self, shard: ParameterShard) -> int:
+        """Return the rank that takes the pushes of a shard."""
+        return self.servers[shard.server]
+
+    def copy_of(self, shard: ParameterShard) -> int | None:
+        """Return the rank that has the copy of a shard, and replies with its values; None if there is no copy."""
+        if self.copy_offset is None:
+            return None
+        return self.servers[(shard.server + self.copy_offset) % len(self.servers)]
 
     @property
     def clips_means(self) -> bool:

@@ -33,7 +33,8 @@ class ServerGroup:
         local_shards = [shard for shard in self.shards if servers[shard.server] == rank]
         # Servers without a shard take no part in norms or orders, so the others must not wait for them.
         other_servers = sorted({servers[shard.server] for shard in self.shards} - {rank})
-        server = Server(local_shards, replica, self.transport, self.config, other_servers)
+        copied = [shard for shard in self.shards if self.config.copy_of(shard) == rank]
+        server = Server(local_shards, replica, self.transport, self.config, other_servers, copied)
         server.start()
         return server
 
@@ -44,6 +45,7 @@ def join_group(replica: Replica, transport: Transport, strategy: "ParameterServe
     plain = transport.inner if isinstance(transport, SharesMemory) else transport
     channel = plain.channel("servers")
     workers, servers = strategy.roles(transport.size)
+    num_copies = copies_of_shards(strategy, elastic=replica.survives)
     compress = strategy.codec is not None
     replica.allocate(plain, strategy.bucket_bytes, strategy.exact_below if compress else 0)
     replica.arrange([slot.name for slot in replica.slots])
@@ -61,5 +63,28 @@ def join_group(replica: Replica, transport: Transport, strategy: "ParameterServe
         tuple(servers),
         request_format,
         strategy.factors,
+        _copy_offset([plain.hosts[server] for server in servers]) if num_copies > 1 and len(servers) > 1 else None,
+        # Elsewhere, servers go on with the workers that are left, or the run ends.
+        replica.survives and num_copies > 1 and strategy.consistency.bound == 0,
     )
     return ServerGroup(channel, config, shards)
+
+
+def copies_of_shards(strategy: "ParameterServer", *, elastic: bool) -> int:
+    """Return on how many servers each shard is, in a run whose workers may come and go or in another one.
+
+    `BSP` promises the result of the undisturbed run there, which is not possible without a copy.
+    """
+    if strategy.copies is not None:
+        return strategy.copies
+    return 2 if elastic and strategy.consistency.bound == 0 else 1
+
+
+def _copy_offset(hosts: list[str]) -> int:
+    """Return how many places behind a server its copies are, so that as many as possible are on other hosts."""
+    num_servers = len(hosts)
+
+    def on_same_host(offset: int) -> int:
+        return sum(host == hosts[(position + offset) % num_servers] for position, host in enumerate(hosts))
+
+    return min(range(1, num_servers), key=lambda offset: (on_same_host(offset), offset))

@@ -16,6 +16,8 @@ REQUEST_TAG, PAYLOAD_TAG = 1, 2
 """Tags of requests: header, and payload if there is one."""
 NORM_TAG, STATE_TAG, ORDER_TAG = 3, 4, 5
 """Tags of messages between servers (norms, order of updates), and of state transfers between servers and workers."""
+COPY_TAG, COPY_PAYLOAD_TAG = 6, 7
+"""Tags of messages from a server to the one that has copies of its shards: header, and mean gradient if any."""
 _FIRST_REPLY_TAG = 16
 """From here on there are two tags for each shard; the tags above stay below this."""
 
@@ -46,6 +48,13 @@ class RequestKind(IntEnum):
     """Stop every worker: the loss of this one is not finite."""
     DISCONNECT = auto()
     """This is the worker's last request."""
+    # Between servers, to the copies of shards:
+    COPY_STEP = auto()
+    """Take this step on the copy of a shard, then reply to these workers."""
+    COPY_REPLY = auto()
+    """Reply to these workers about the copy of a shard."""
+    COPY_END = auto()
+    """There are no workers left, and this is the last message."""
 
 
 class ReplyStatus(IntEnum):
@@ -59,6 +68,8 @@ class ReplyStatus(IntEnum):
     """The worker has sent a malformed request, and is removed."""
     STOPPED = auto()
     """A worker has asked all workers to stop; `version` is its rank."""
+    LOST = auto()
+    """A rank is lost, without which there will be no newer version; `version` is its rank in the world."""
 
 
 NO_PULL = -1
@@ -140,7 +151,7 @@ class ReplyHeader:
 
     status: ReplyStatus
     version: int = 0
-    """Version of the shard; of a `STOPPED` reply, the rank whose loss is not finite."""
+    """Version of the shard; of a `STOPPED` reply, the rank whose loss is not finite; of a `LOST` one, the lost rank."""
     staleness: int = 0
     """Staleness of the worker's last applied update of the shard."""
     num_bytes: int = 0

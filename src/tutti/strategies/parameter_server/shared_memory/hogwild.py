@@ -306,6 +306,7 @@ class HogwildWorker(ServedModel, Exchange):
     def load_state_dict(self, state: dict[str, Any]) -> set[str]:
         """Start again from the model as it is on the leader, and from this state of the optimiser."""
         self._load_buffers(state)
+        state = self._with_kept(state)
         if "optimizer" not in state:
             return set(state) - {"buffers"}
         self._user_changes.changed()  # The model that the user has loaded is taken.

@@ -200,6 +200,7 @@ class SharedMemoryWorker(ParameterServerWorker):
     def load_state_dict(self, state: dict[str, Any]) -> set[str]:
         """Start again from the model as it is on the leader, and from this state of the optimiser."""
         self._load_buffers(state)
+        state = self._with_kept(state)
         if "optimizer" not in state:
             return set(state) - {"buffers"}
         self._expect_new_parameters(taken=True)

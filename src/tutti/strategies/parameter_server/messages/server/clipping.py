@@ -91,7 +91,7 @@ class GlobalClipping:
         self._pending = None
         # Skipped shards too: their ledgers have counted the version.
         for shard in self._shards:
-            shard.version = shard.ledger.version
+            shard.publish()
         return True
 
     def _begin(self) -> bool:

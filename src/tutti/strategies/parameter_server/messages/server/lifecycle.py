@@ -107,7 +107,8 @@ class WorkerLifecycle:
         # All servers see a lost worker go. One of them logs it: the first that is not on the worker's own rank.
         if not on_every_server and self._rank != min({self._rank, *self._other_servers} - {worker}):
             return
-        clock = next(iter(self._versions.shards.values())).ledger.clock(worker)
+        shards = iter(self._versions.shards.values())
+        clock = next((shard.ledger.clock(worker) for shard in shards), 0)
         num_left = len(self._membership.alive) - 1
         rest = "and its server with it" if worker in self._config.servers else f"and {num_left} go on"
         ranks = self._world_ranks[self._rank], self._world_ranks[worker]

@@ -7,7 +7,7 @@ class WorkerMembership:
     """Which workers are alive, which are waited for, and which wait at the barrier.
 
     The sets are shared by reference: ledgers read `members`, an `UpdateOrder` reads `alive`. They are changed in place,
-    by `WorkerLifecycle` and `Server.load_state` only.
+    by `WorkerLifecycle` and `Server.load_state` only. `lost` and `is_frozen` are set once.
     """
 
     def __init__(self, workers: Iterable[int]) -> None:
@@ -18,6 +18,10 @@ class WorkerMembership:
         self.at_barrier: set[int] = set()
         self.stopped_by: int | None = None
         """The worker that asked all workers to stop."""
+        self.lost: int | None = None
+        """The rank, in the world, without which this server makes no more versions."""
+        self.is_frozen = False
+        """Whether nothing may change here any more: a rank is lost, and what this server holds is or will be saved."""
 
     @property
     def leader(self) -> int:

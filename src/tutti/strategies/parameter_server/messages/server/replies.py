@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from tutti.strategies.parameter_server.messages.server.context import ServerContext
+from tutti.strategies.parameter_server.messages.server.copies import CopySender
 from tutti.strategies.parameter_server.messages.server.shard import ServerShard
 from tutti.strategies.parameter_server.messages.wire import ReplyHeader, ReplyStatus, reply_tags
 from tutti.transports.base import Operation, Signal
@@ -44,6 +45,8 @@ class ReplySender:
         self._membership = context.membership
         self._outboxes = {worker: _Outbox() for worker in context.membership.alive}
         self._deliver_locally: LocalDelivery = lambda *_: None
+        self.copies: CopySender | None = None
+        """Sends to the copies of this server's shards, where there are any."""
 
     def connect_local_worker(self, deliver: LocalDelivery) -> None:
         """Hand replies to the worker of this rank to `deliver`, in place of messages."""
@@ -51,7 +54,22 @@ class ReplySender:
         self._deliver_locally = deliver
 
     def reply(self, worker: int, shard: ServerShard, status: ReplyStatus) -> None:
-        """Reply to a worker about a shard, now if it is on this rank, else when its outbox comes to it."""
+        """Reply to a worker about a shard, now if it is on this rank, else when its outbox comes to it.
+
+        Where the shard has a copy, that replies to workers of other ranks.
+        """
+        if shard.copies is not None and worker != self._transport.rank:
+            shard.copies.reply(worker, shard, status)
+        else:
+            self.reply_from_here(worker, shard, status)
+
+    def flush(self) -> None:
+        """Send what copies have to do and to reply."""
+        if self.copies is not None:
+            self.copies.flush()
+
+    def reply_from_here(self, worker: int, shard: ServerShard, status: ReplyStatus) -> None:
+        """Reply to a worker about a shard or a copy that this server holds."""
         index = shard.spec.index
         if worker == self._transport.rank:
             values = shard.value_bytes() if status == ReplyStatus.VALUES else None
@@ -102,9 +120,11 @@ class ReplySender:
 
     def _header(self, worker: int, shard: ServerShard, status: ReplyStatus) -> ReplyHeader:
         """Return the header of a reply, with the shard's version and the worker's staleness as they are now."""
-        # In a STOPPED reply the field `version` carries the rank whose loss was not finite.
-        stopped = status == ReplyStatus.STOPPED
-        version = (self._membership.stopped_by or 0) if stopped else shard.version
+        version = shard.version
+        if status == ReplyStatus.STOPPED:
+            version = self._membership.stopped_by or 0
+        elif status == ReplyStatus.LOST:
+            version = self._membership.lost or 0
         num_bytes = shard.spec.num_bytes if status == ReplyStatus.VALUES else 0
         staleness = shard.staleness.get(worker, 0)
         return ReplyHeader(status, version, staleness, num_bytes, self._membership.leader)

@@ -1,6 +1,7 @@
 """Server: receives the requests of workers and dispatches them. `messages/server/__init__.py` says how it works."""
 
 import logging
+from collections.abc import Iterator, Sequence
 from math import isfinite
 from typing import Any
 
@@ -16,12 +17,14 @@ from tutti.strategies.parameter_server.messages.buffers import BufferPool
 from tutti.strategies.parameter_server.messages.config import ServerGroupConfig
 from tutti.strategies.parameter_server.messages.server.clipping import GlobalClipping
 from tutti.strategies.parameter_server.messages.server.context import ServerContext
+from tutti.strategies.parameter_server.messages.server.copies import CopyReceiver, CopySender
+from tutti.strategies.parameter_server.messages.server.halting import ServerHalt
 from tutti.strategies.parameter_server.messages.server.lifecycle import WorkerLifecycle
 from tutti.strategies.parameter_server.messages.server.membership import WorkerMembership
 from tutti.strategies.parameter_server.messages.server.ordering import UpdateOrdering
 from tutti.strategies.parameter_server.messages.server.replies import LocalDelivery, ReplySender
 from tutti.strategies.parameter_server.messages.server.shard import ServerShard
-from tutti.strategies.parameter_server.messages.server.versions import VersionMaker
+from tutti.strategies.parameter_server.messages.server.versions import VersionMaker, load_shard
 from tutti.strategies.parameter_server.messages.state_transfer import receive_state, send_state
 from tutti.strategies.parameter_server.messages.wire import (
     PAYLOAD_TAG,
@@ -51,10 +54,11 @@ class Server:
         transport: Transport,
         config: ServerGroupConfig,
         other_servers: list[int],
+        copied: Sequence[ParameterShard] = (),
     ) -> None:
-        """Hold `shards`, with the values that the parameters have in the replica.
+        """Hold `shards`, with the values that the parameters have in the replica, and copies of other shards.
 
-        `other_servers` are the other ranks that hold shards.
+        `other_servers` are the other ranks that hold shards; `copied` are shards of one of them.
         """
         self.events = EventLog()
         self.over = transport.signal()
@@ -71,21 +75,27 @@ class Server:
         ordering = UpdateOrdering(context) if consistency.bound is None and consistency.quorum > 1 else None
         # Values and the optimiser's state are copied once, from this rank's model: all ranks have the same at the
         # start.
-        self._shards: dict[int, ServerShard] = {}
-        for shard in shards:
-            bucket = replica.buckets[shard.bucket_index]
-            optimizer = None
-            if not replica.sizes_only:
-                # A copy of this part alone: `image` is a new tensor of the whole bucket, which can then be freed.
-                values = bucket.image()[shard.bucket_range].clone()
-                optimizer = ShardOptimizer(shard, bucket, replica.optimizer, values)
-            ledger = Ledger(consistency, self._membership.members, None if ordering is None else ordering.order)
-            self._shards[shard.index] = ServerShard(context, shard, bucket, ledger, optimizer)
+        order = None if ordering is None else ordering.order
+        self._shards = {
+            shard.index: _make_shard(context, shard, replica, Ledger(consistency, self._membership.members, order))
+            for shard in shards
+        }
+        # The ledger of a copy stays empty: its server decides what makes a version.
+        copies = {shard.index: _make_shard(context, shard, replica, Ledger(consistency, set())) for shard in copied}
+        self._copies: CopyReceiver | None = None
+        if copied:
+            source = config.server_of(copied[0])
+            self._copies = CopyReceiver(context, source, copies, self._replies.reply_from_here)
+        if shards and (target := config.copy_of(shards[0])) is not None:
+            self._replies.copies = CopySender(context, target)
+            for held in self._shards.values():
+                held.copies = self._replies.copies
         # The parts that act on shards come last, since they share the dictionary above.
         clipping = GlobalClipping(context, list(self._shards.values())) if config.clips_means else None
         self._versions = VersionMaker(context, self._shards, self._replies, ordering, clipping, self._complete_barrier)
-        self._lifecycle = WorkerLifecycle(context, self._versions, self._replies, self.over.set)
-        if not self._shards:
+        self._halt = ServerHalt(context, self._shards, copies, self._replies, self._fail)
+        self._lifecycle = WorkerLifecycle(context, self._versions, self._replies, self._end)
+        if not any(self._held()):
             self.over.set()  # Fewer shards than servers: nobody will send a request here.
 
     def buffers(self, shard_index: int) -> BufferPool:
@@ -98,10 +108,12 @@ class Server:
 
     def start(self) -> None:
         """Begin to serve the workers of other ranks."""
-        if not self._shards:
+        if not any(self._held()):
             return
         # Before the first request: orders and norms of other servers may come at once.
         self._versions.start()
+        if self._copies is not None:
+            self._spawn(self._copies.receive(self._halt.source_lost))
         for worker in self._config.workers:
             if worker != self._transport.rank:  # The worker of this rank calls `handle_request` itself.
                 self._spawn(self._receive_requests(worker))
@@ -119,8 +131,8 @@ class Server:
             has_grad: one flag per segment of the shard: whether the worker has a gradient for it.
             payload: the bytes that followed, if any.
         """
-        if worker not in self._membership.alive:
-            return  # It was removed while this request was under way.
+        if worker not in self._membership.alive or self._membership.is_frozen:
+            return  # It was removed while this request was under way, or this server has ended.
         try:
             match header.kind:
                 case RequestKind.PUSH | RequestKind.VOID:
@@ -140,8 +152,11 @@ class Server:
                     self._lifecycle.stop(worker)
                 case RequestKind.DISCONNECT:
                     self._lifecycle.remove(worker)
+                case _:
+                    raise PacketError(f"{header.kind.name}, which only servers send")
         except _MALFORMED as error:
             self._lifecycle.reject(worker, str(error))
+        self._replies.flush()
 
     def num_pushed(self, worker: int) -> list[int]:
         """Return how many updates of a worker have arrived at each shard."""
@@ -151,18 +166,25 @@ class Server:
         """Return a copy of the optimiser's state of all shards."""
         return self._versions.copy_state()
 
-    def copy_after_loss(self) -> dict[str, Any]:
-        """Apply what has arrived, without waiting for any worker, and return copies of all values and states."""
-        if self._shards:
+    def copy_after_loss(self) -> list[dict[str, Any]]:
+        """Freeze this server, and return copies of the values and the states of all shards and copies."""
+        if self._shards and not self._config.exact and not self._membership.is_frozen:
+            # What has arrived is applied, without waiting for any worker.
             self._membership.members.clear()
             self._versions.settle_all()
-        values = [part for shard in self._shards.values() for part in shard.copy_values()]
-        return {"values": values, **self.copy_state()}
+        self._membership.is_frozen = True
+        return [
+            {"shard": shard.spec.index, "is_copy": shard.spec.index not in self._shards, **state}
+            for shard in self._held()
+            for state in shard.copy_after_loss()
+        ]
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Start again from these parameters and this state of the optimiser, with every living worker as a member."""
         self._membership.wait_for_all()
         self._versions.load_state(state)
+        for shard in () if self._copies is None else self._copies.shards.values():
+            load_shard(shard, state)
 
     def _push(
         self, worker: int, header: RequestHeader, options: np.ndarray, has_grad: np.ndarray, payload: Tensor | None
@@ -202,10 +224,27 @@ class Server:
                 del payload  # The buffer may be free from here on; while the next request is awaited, nobody needs it.
         except RankLost as loss:
             # Not raised: the loss of a worker ends this generator, and the server goes on with the others.
-            reason = loss.gone.get(self._transport.world_ranks[worker], "it answers no more")
-            self._lifecycle.lose(worker, reason)
+            if self._config.exact:
+                self._halt.worker_lost(worker)
+            else:
+                self._lifecycle.lose(worker, loss.gone.get(self._transport.world_ranks[worker], "it answers no more"))
+                self._replies.flush()
         except _MALFORMED as error:
             self._lifecycle.reject(worker, str(error))
+            self._replies.flush()
+
+    def _held(self) -> Iterator[ServerShard]:
+        """Yield the shards of this server, then the copies."""
+        yield from self._shards.values()
+        if self._copies is not None:
+            yield from self._copies.shards.values()
+
+    def _end(self) -> None:
+        """No worker is left."""
+        if self._replies.copies is None:
+            self.over.set()
+        else:
+            self._replies.copies.end(self.over.set)
 
     def _allocate_payload(self, header: RequestHeader) -> Tensor:
         """Return memory for the payload that a header announces. Raises `PacketError` if it is no push of a shard."""
@@ -218,12 +257,17 @@ class Server:
         """Receive parameters and state from a worker, start again from them, and reply when that is done."""
         state = yield from receive_state(worker, self._transport)
         self.load_state(state)
-        # Any reply will do: `RequestSender.load_state` waits for it under the tag of the server's first shard.
-        self._replies.reply(worker, next(iter(self._shards.values())), ReplyStatus.KEEP_ALIVE)
+        # Any reply will do: `RequestSender.load_state` waits for it under the tag of the first shard or copy here.
+        self._replies.reply_from_here(worker, next(self._held()), ReplyStatus.KEEP_ALIVE)
 
     def _complete_barrier(self) -> None:
         # `VersionMaker` and `WorkerLifecycle` call each other: this method is what the first knows of the second.
         self._lifecycle.complete_barrier()
+
+    def _fail(self, error: Exception) -> None:
+        """End this server, because of an error."""
+        self.failure = error
+        self.over.set()
 
     def _spawn(self, operation: Operation) -> None:
         """Run a generator in the server's thread, concurrently with the others."""
@@ -239,7 +283,19 @@ class Server:
         except Exception as error:
             rank, world_rank = self._transport.rank, self._transport.world_rank
             _log.error("rank %d: the server here has failed: %s: %s", world_rank, type(error).__name__, str(error))
-            self.failure = error
-            self.over.set()
+            self._fail(error)
             if rank in self._config.workers:
                 self._transport.interrupt()  # The worker of this rank must not wait for a server that has failed.
+
+
+def _make_shard(context: ServerContext, spec: ParameterShard, replica: Replica, ledger: Ledger) -> ServerShard:
+    """Return a shard, or the copy of one, with the values that the parameters have in the replica."""
+    bucket = replica.buckets[spec.bucket_index]
+    optimizer = None
+    if not replica.sizes_only:
+        # A copy of this part alone: `image` is a new tensor of the whole bucket, which can then be freed.
+        values = bucket.image()[spec.bucket_range].clone()
+        optimizer = ShardOptimizer(spec, bucket, replica.optimizer, values)
+        if context.config.exact:
+            optimizer.keep_previous()
+    return ServerShard(context, spec, bucket, ledger, optimizer)

@@ -14,6 +14,7 @@ from tutti.replica import Bucket
 from tutti.strategies.parameter_server.ledger import Ledger, Update, effective_updates
 from tutti.strategies.parameter_server.messages.buffers import BufferPool
 from tutti.strategies.parameter_server.messages.server.context import ServerContext
+from tutti.strategies.parameter_server.messages.server.copies import CopySender
 from tutti.strategies.parameter_server.shard_optimizer import ShardOptimizer, update_scales
 from tutti.strategies.parameter_server.shards import ParameterShard
 from tutti.strategies.parameter_server.sufficient_factors import matrix_shapes, unpack
@@ -59,6 +60,10 @@ class ServerShard:
         """The ledger's version when waiting pulls were last checked."""
         self.staleness: dict[int, int] = {}
         """Staleness of each worker's last applied update."""
+        self.copies: CopySender | None = None
+        """Sends the steps to the copy on another server, where there is one."""
+        self._copied_version = 0
+        """The last version of which the copy knows."""
         self._snapshot: ShardSnapshot | None = None
         """The newest copy that was made for a send; older ones belong to the sends that read them."""
 
@@ -66,15 +71,27 @@ class ServerShard:
         """Return the values as bytes, not a copy; in a dry run, any buffer of that size."""
         return self.buffers.take() if self.optimizer is None else self.optimizer.values.view(torch.uint8)
 
-    def copy_values(self) -> list[list[Any]]:
-        """Return a copy of the values of every segment, with the parameter's name and the range of it."""
+    def copy_after_loss(self) -> list[dict[str, Any]]:
+        """Return a copy of the values and of the optimiser's state; where it is kept, also of those before the step."""
         if self.optimizer is None:
             return []
-        values = self.optimizer.values
-        return [
-            [self._names[segment.slot_index], [segment.start, segment.stop], values[segment.shard_range].clone()]
-            for segment in self.spec.segments
-        ]
+        found = [self._described(self.version, self.optimizer.values.clone(), list(self.optimizer.copy_states()))]
+        if self._config.exact and self.version:
+            found.append(self._described(self.version - 1, *self.optimizer.copy_before_step()))
+        return found
+
+    def _described(self, version: int, values: Tensor, states: list[Any]) -> dict[str, Any]:
+        """Return values and states with the parameters' names and the ranges of them."""
+        return {
+            "version": version,
+            "values": [
+                [self._names[segment.slot_index], [segment.start, segment.stop], values[segment.shard_range]]
+                for segment in self.spec.segments
+            ],
+            "segments": [
+                [name, [segment.start, segment.stop, segment.is_whole], state] for name, segment, state in states
+            ],
+        }
 
     # Updates
 
@@ -135,14 +152,63 @@ class ServerShard:
 
     def step(self, due: list[Update], has_grad: np.ndarray, factor: float = 1.0) -> None:
         """Step by the mean that `combine` made of these updates, scaled by `factor`, and free their memory."""
+        is_effective = bool(effective_updates(due, self._config.consistency))
+        if self.copies is not None and is_effective:
+            # Before the step, which may scale the mean in place.
+            self.copies.stepped(self, due[0].options, has_grad, factor)
+            self._copied_version = self.ledger.version
         if self.optimizer is None:
             return
-        if effective_updates(due, self._config.consistency):
+        if is_effective:
             # Updates are sorted by rank: the options of the lowest rank count for all.
             self.optimizer.step(has_grad, due[0].options, factor)
         for update in due:
             if update.values is not None and update.values.dtype == self.optimizer.values.dtype:
                 self.buffers.give_back(update.values.view(torch.uint8))
+
+    def publish(self) -> None:
+        """The steps of all versions that the ledger counts are taken: replies carry the last one from here on."""
+        self.version = self.ledger.version
+        if self.copies is not None and self._copied_version != self.version:
+            self.copies.stepped(self, None, np.empty(0), 1.0)  # A void step, or one that this shard has no part in.
+            self._copied_version = self.version
+
+    def restart(self) -> None:
+        """Start again from version 0, with values and a state that are loaded next."""
+        self.ledger.restart()
+        # Minus one, so that the first look at waiting pulls counts version 0 as new.
+        self.answered_version, self.version, self._copied_version = -1, 0, 0
+        self._snapshot = None  # The next pull copies again: the values were replaced without a new version.
+
+    # Copies
+
+    def copy_mean(self) -> Tensor:
+        """Return a copy of the mean that `combine` made last, as bytes."""
+        if self.optimizer is None:
+            return self.buffers.take()
+        mean = self.optimizer.mean.view(torch.uint8)
+        buffer = self.mean_buffer(mean.numel())
+        buffer.copy_(mean)
+        return buffer
+
+    def mean_buffer(self, num_bytes: int) -> Tensor:
+        """Return memory for a mean of so many bytes, which `buffers` takes back."""
+        # Means of half-precision gradients are in float32.
+        if num_bytes not in (self.spec.num_bytes, 4 * self.spec.numel):
+            raise PacketError(f"a mean of {num_bytes} bytes for shard {self.spec.index}, which cannot have that")
+        return self.buffers.take() if num_bytes == self.spec.num_bytes else new_message(num_bytes, self.value_bytes())
+
+    def take_step(
+        self, version: int, mean: Tensor | None, options: np.ndarray, has_grad: np.ndarray, factor: float
+    ) -> None:
+        """Take the step that the shard's server has taken, which makes `version`; without a mean, only count it."""
+        if self.optimizer is not None and mean is not None:
+            dtype = self.optimizer.values.dtype if mean.numel() == self.spec.num_bytes else torch.float32
+            self.optimizer.take_mean(mean.view(dtype))
+            self.optimizer.step(has_grad[: len(self.spec.segments)], options, factor)
+        if mean is not None:
+            self.buffers.give_back(mean)
+        self.version = version
 
     # Snapshots
 
@@ -167,7 +233,3 @@ class ServerShard:
         snapshot.num_readers -= 1
         if not snapshot.num_readers and snapshot is not self._snapshot:
             self.buffers.give_back(snapshot.buffer)
-
-    def discard_snapshot(self) -> None:
-        """Make the next pull copy again: the values were replaced without a new version."""
-        self._snapshot = None

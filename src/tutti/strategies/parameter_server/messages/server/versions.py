@@ -75,8 +75,8 @@ class VersionMaker:
         # A worker that left may have been the one that the next version waited for.
         if self._ordering is not None:
             self._ordering.decide()
-            positions = [shard.ledger.order_position for shard in self.shards.values()]
-            self._ordering.order.forget_before(min(positions))  # No shard here will ask for an earlier one.
+            if positions := [shard.ledger.order_position for shard in self.shards.values()]:
+                self._ordering.order.forget_before(min(positions))  # No shard here will ask for an earlier one.
         self.settle(list(self.shards.values()))
         self._on_settled()
 
@@ -99,10 +99,10 @@ class VersionMaker:
             for shard in changed:
                 while due := shard.ledger.take_due():
                     shard.step(due, shard.combine(due))
-                # After the step: replies carry this version together with the values.
-                shard.version = shard.ledger.version
+                shard.publish()
         for shard in changed:
             self.answer_pulls(shard, puller)
+        self._replies.flush()
 
     def answer_pulls(self, shard: ServerShard, puller: int | None = None) -> None:
         """Reply to the waiting workers that may read a shard.
@@ -129,13 +129,7 @@ class VersionMaker:
         if self._clipping is not None:
             self._clipping.restart()
         for shard in self.shards.values():
-            shard.ledger.restart()
-            # Minus one, so that the first look at waiting pulls counts version 0 as new.
-            shard.answered_version, shard.version = -1, 0
-            shard.discard_snapshot()
-            if shard.optimizer is not None:
-                shard.optimizer.values.copy_(state["values"][str(shard.spec.index)])
-                shard.optimizer.load_state(state["optimizer"])
+            load_shard(shard, state)
 
     def copy_state(self) -> dict[str, Any]:
         """Return a copy of the optimiser's state: for every segment the parameter's name, the range and the state."""
@@ -146,3 +140,11 @@ class VersionMaker:
             for name, segment, state in optimizer.copy_states()
         ]
         return {"segments": segments}
+
+
+def load_shard(shard: ServerShard, state: dict[str, Any]) -> None:
+    """Start a shard, or a copy of one, again at version 0 from its part of `VersionMaker.load_state`'s state."""
+    shard.restart()
+    if shard.optimizer is not None:
+        shard.optimizer.values.copy_(state["values"][str(shard.spec.index)])
+        shard.optimizer.load_state(state["optimizer"])

@@ -14,7 +14,7 @@ The wait is ended by the shard's server. That server in turn waits for other wor
 
 from torch import Tensor
 
-from tutti.errors import NonFiniteLoss, WorkerDropped
+from tutti.errors import NonFiniteLoss, RankLost, WorkerDropped
 from tutti.events import PULL, Event
 from tutti.strategies.parameter_server.messages.wire import ReplyHeader, ReplyStatus, reply_tags
 from tutti.strategies.parameter_server.messages.worker.context import WorkerContext
@@ -37,9 +37,12 @@ class ShardPuller:
 
     def receive(self, shard: WorkerShard) -> Operation:
         """Receive the reply about a shard, and its values if they follow."""
-        if shard.server == self._transport.rank:
+        if shard.reader == self._transport.rank:
             # The server may have replied while the push was handed over: then there is nothing to wait for.
             while shard.reply is None or shard.reply.status == ReplyStatus.KEEP_ALIVE:
+                if shard.lost is not None:
+                    shard.reply = shard.lost
+                    return
                 shard.reply, shard.local_reply = None, self._transport.signal()
                 yield shard.local_reply
                 shard.local_reply = None
@@ -49,15 +52,21 @@ class ShardPuller:
         # Each KEEP_ALIVE moves the deadline of the wait on.
         while reply.status == ReplyStatus.KEEP_ALIVE:
             message = ReplyHeader.empty()
-            yield self._transport.irecv(message, shard.server, header_tag)
+            yield self._transport.irecv(message, shard.reader, header_tag)
             reply = ReplyHeader.parse(message)
         if reply.status == ReplyStatus.VALUES:
-            yield self._transport.irecv(shard.receive_buffer(), shard.server, payload_tag)
+            yield self._transport.irecv(shard.receive_buffer(), shard.reader, payload_tag)
         shard.reply = reply
 
     def deliver_locally(self, shard_index: int, reply: ReplyHeader, values: Tensor | None) -> None:
         """Take a reply of the server on this rank. Runs in the thread of the transport, as `receive` does."""
         shard = self._shards[shard_index]
+        if reply.status == ReplyStatus.LOST:
+            # Of the pull that waits, or of the next one: the values of the last one may not be loaded yet.
+            shard.lost = reply
+            if shard.local_reply is not None:
+                shard.local_reply.set()
+            return
         if values is not None and shard.received is not None:
             # At once: the server's next step changes these values.
             shard.receive_buffer().copy_(values)
@@ -92,6 +101,12 @@ class ShardPuller:
             # Before the error: servers must know that this worker will not come back.
             self._requests.disconnect_after_stop()
             raise NonFiniteLoss(rank, [world_ranks[reply.version]], self._context.replica.steps)
+        if reply.status == ReplyStatus.LOST:
+            raise RankLost(
+                f"rank {rank}: rank {reply.version} is gone, and with it its part of what this rank waits for. "
+                "Workers may come and go in an elastic run (tutti run --workers MIN:MAX).",
+                {reply.version: "it answers no more"},
+            )
         if reply.status == ReplyStatus.REJECTED:
             raise WorkerDropped(
                 f"rank {rank}: the server on rank {world_ranks[shard.server]} rejected an update of shard "

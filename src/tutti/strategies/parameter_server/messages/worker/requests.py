@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tutti.errors import DeadlineExceeded, RankLost
 from tutti.replica.buckets import Slot
+from tutti.strategies.parameter_server.kept_shards import merged_states
 from tutti.strategies.parameter_server.messages.config import ServerGroupConfig
 from tutti.strategies.parameter_server.messages.server import Server
 from tutti.strategies.parameter_server.messages.state_transfer import receive_state, send_state
@@ -20,8 +21,6 @@ from tutti.strategies.parameter_server.messages.wire import (
     RequestKind,
     reply_tags,
 )
-from tutti.strategies.parameter_server.shard_optimizer import merge_segment_states
-from tutti.strategies.parameter_server.shards import ShardSegment
 from tutti.transports import Transport, Work
 from tutti.transports.base import Operation, Signal
 
@@ -142,15 +141,6 @@ class RequestSender:
             self.send_to_all(RequestKind.DISCONNECT)
             if self.local_server is not None:
                 self._transport.spawn(_wait_for(self.local_server.over)).wait()
-
-
-def merged_states(fetched: list[Any], slots: Iterable[Slot]) -> dict[str, Any]:
-    """Return the state of whole parameters, by name, from that of segments."""
-    # By name and range: the segment's slot and place in its shard are not known here, nor used.
-    segments = [
-        (name, ShardSegment(0, start, stop, 0, is_whole), state) for name, (start, stop, is_whole), state in fetched
-    ]
-    return merge_segment_states(segments, {slot.name: slot for slot in slots})
 
 
 def _wait_for(signal: Signal) -> Operation:

@@ -2,18 +2,16 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tutti.codecs import Codec
 from tutti.codecs.base import State
-from tutti.collectives.nested import broadcast_nested
-from tutti.replica.buckets import in_memory_order
 from tutti.strategies.compressed_state import CodecMemory, Span, owed
+from tutti.strategies.parameter_server.kept_shards import NOTHING
 from tutti.strategies.parameter_server.messages.config import ServerGroupConfig
 from tutti.strategies.parameter_server.messages.server import Server
 from tutti.strategies.parameter_server.messages.wire import RequestKind
-from tutti.strategies.parameter_server.messages.worker.requests import RequestSender, merged_states
+from tutti.strategies.parameter_server.messages.worker.requests import RequestSender
 from tutti.strategies.parameter_server.messages.worker.shard import WorkerShard
 from tutti.strategies.parameter_server.worker import ParameterServerWorker
 from tutti.strategies.saved_state import PerRank, own_buffers
@@ -26,9 +24,9 @@ _SETTLE_S = 1.0
 _LOOK_S = 0.001
 
 
-def _copy_served(server: Server, served: dict[str, Any]) -> Operation:
+def _copy_served(server: Server, served: list[dict[str, Any]]) -> Operation:
     """Let a server apply all that has arrived, and copy what it holds. Runs in its thread."""
-    served.update(server.copy_after_loss())
+    served += server.copy_after_loss()
     yield from ()
 
 
@@ -41,6 +39,8 @@ class SavedShards(ParameterServerWorker):
     _shards: list[WorkerShard]
     _shards_by_server: dict[int, list[WorkerShard]]
     _requests: RequestSender
+    _completed = 0
+    """Where steps are exact: the version that the last one has made on all shards."""
 
     def _pull_all(self, kind: RequestKind) -> None:
         raise NotImplementedError
@@ -62,16 +62,24 @@ class SavedShards(ParameterServerWorker):
     def state_after_loss(self) -> dict[str, Any]:
         """Return what this rank serves, and what its codec has not pushed yet.
 
-        A lost rank takes its shards with it. Of these the model holds the values that were read last, and what the
-        optimiser kept for them is lost. Those of the ranks that are left are brought together by `load_state_dict`.
+        A lost rank takes its shards with it, but for those that have copies. Of the others the model holds the values
+        that were read last, and what the optimiser kept for them is lost. What the ranks that are left have is brought
+        together by `load_state_dict`.
         """
-        self._settle_after_loss()
-        served: dict[str, Any] = {}
+        if not self._config.exact:
+            self._settle_after_loss()
+        served: list[dict[str, Any]] = []
         if self._server is not None:
             self._channel.spawn(_copy_served(self._server, served)).wait()
-        nothing: dict[str, Any] = {"values": [], "segments": []}
+        own = {
+            "exact": self._config.exact,
+            "completed": self._completed,
+            "num_shards": len(self._shards),
+            "shards": served,
+        }
         state: dict[str, Any] = {
-            "served": PerRank(served or nothing, new=nothing),
+            # Also of a rank that takes over the state of another one: nobody else may have it.
+            "served": PerRank(own, new=NOTHING, stays=True),
             "buffers": PerRank(own_buffers(self.replica)),
         }
         if self._config.codec is not None:
@@ -93,24 +101,11 @@ class SavedShards(ParameterServerWorker):
         while not all(work.done() for work in works) and transport.now() < deadline_s:
             transport.sleep(_LOOK_S)
 
-    def _merge_served(self, own: dict[str, Any]) -> dict[str, Any]:
-        """Write what all ranks have served into the model; return the optimiser's state by parameter. Collective."""
-        tensors = {slot.name: slot.tensor for slot in [*self.replica.slots, *self.replica.statistics]}
-        segments: list[Any] = []
-        for rank in range(self.transport.size):
-            part = broadcast_nested(own if rank == self.transport.rank else None, self._channel, rank)
-            segments += part["segments"]
-            with torch.no_grad():
-                for name, (start, stop), values in part["values"]:
-                    in_memory_order(tensors[name])[start:stop].copy_(values)
-        return merged_states(segments, self.replica.slots)
-
     def load_state_dict(self, state: dict[str, Any]) -> set[str]:
         """Make servers start again from the model as it is here, and from this state of the optimiser."""
         self._load_buffers(state)
-        used = {"buffers", "served"}
-        if "served" in state:
-            state = {**state, "optimizer": self._merge_served(state["served"][self._rank])}
+        used = {"buffers"}
+        state = self._with_kept(state)
         if "optimizer" in state:
             used.add("optimizer")
             self._restart_servers(state)
@@ -159,7 +154,8 @@ class SavedShards(ParameterServerWorker):
 
     def _load_server(self, server: int, state: dict[str, Any], images: dict[int, Tensor]) -> Operation:
         """Send a server the values of its shards, cut from `images` by bucket, and the state."""
-        shards = [shard.spec for shard in self._shards_by_server[server]]
+        shards = [shard.spec for shard in self._shards_by_server.get(server, ())]
+        shards += [shard.spec for shard in self._shards if self._config.copy_of(shard.spec) == server]
         values = {str(shard.index): images[shard.bucket_index][shard.bucket_range].clone() for shard in shards}
         server_state = {"values": values, "optimizer": state["optimizer"]}
         yield from self._requests.load_state(server, server_state, shards[0].index)

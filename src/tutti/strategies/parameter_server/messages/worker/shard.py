@@ -22,11 +22,13 @@ class WorkerShard:
     `received` belong to the generator that receives it.
     """
 
-    def __init__(self, spec: ParameterShard, server: int, buffers: BufferPool, codec_state: State) -> None:
+    def __init__(self, spec: ParameterShard, server: int, reader: int, buffers: BufferPool, codec_state: State) -> None:
         self.spec = spec
         """Which part of the model the shard is."""
         self.server = server
         """Rank of its server."""
+        self.reader = reader
+        """Rank from which its values come: that of its copy, if it has one and is not held here."""
         self.buffers = buffers
         """Memory for pushes."""
         self.codec_state = codec_state
@@ -47,6 +49,8 @@ class WorkerShard:
         """The same elements in `received`."""
         self.reply: ReplyHeader | None = None
         """The last reply."""
+        self.lost: ReplyHeader | None = None
+        """The reply of the server on this rank to the next pull, once it will make no newer version."""
         self.local_reply: Signal | None = None
         """Set when the server of the worker's own rank replies, while a pull waits for that."""
 
@@ -76,7 +80,8 @@ def make_worker_shard(
 ) -> WorkerShard:
     """Return the state of a shard on the worker of `rank`; `local_server` is that of the same rank, if it serves."""
     bucket, codec = replica.buckets[shard.bucket_index], config.codec
-    server = config.servers[shard.server]
+    server = config.server_of(shard)
+    copy = config.copy_of(shard)
     if local_server is not None and server == rank:
         buffers = local_server.buffers(shard.index)  # Shared, because that server takes pushed buffers over.
     else:
@@ -85,7 +90,8 @@ def make_worker_shard(
     if codec is not None and shard.groups is not None and not replica.sizes_only:
         # Another seed for every rank and shard: codecs that draw random numbers must not draw the same everywhere.
         codec_state = codec.start(shard.numel, seed=rank * 65_537 + shard.index)
-    worker_shard = WorkerShard(shard, server, buffers, codec_state)
+    reader = server if copy is None or server == rank else copy
+    worker_shard = WorkerShard(shard, server, reader, buffers, codec_state)
     if not replica.sizes_only:
         worker_shard.allocate(bucket)
     return worker_shard

@@ -46,7 +46,10 @@ class MessageWorker(SavedShards):
             for segment in shard.spec.segments:
                 slot = replica.buckets[shard.spec.bucket_index].slots[segment.slot_index]
                 self._shards_by_slot.setdefault(slot, []).append(shard)
-        servers = sorted(self._shards_by_server)
+        # Those that only have copies, too: they must know who is there.
+        config = self._config
+        holders = {rank for shard in group.shards for rank in (config.server_of(shard), config.copy_of(shard))}
+        servers = sorted(rank for rank in holders if rank is not None)
         self._num_steps = 0
         self._barriers: dict[int, Work] = {}
         """The last barrier at each server."""
@@ -58,6 +61,7 @@ class MessageWorker(SavedShards):
             # Before the first push, to which that server may reply at once.
             self._server.connect_local_worker(self._puller.deliver_locally)
         self._bytes_sent_before = self._channel.bytes_sent  # Setting up is no part of the first step.
+        self.equal_after_steps = self._config.exact
         if self._config.factors:
             replica.keep_factors()
         self._start_listening()
@@ -80,6 +84,8 @@ class MessageWorker(SavedShards):
         return self._server is None  # Otherwise a server, and its shards, would be lost with this rank.
 
     def steps_of(self, rank: int) -> KnownSteps | None:
+        if self._config.exact:
+            return None  # A step counts on all ranks or on none.
         pushed = [] if self._server is None else self._server.num_pushed(rank)
         if not pushed:
             # No shard is here: the servers of others know. If there is none left, it was about as far as this rank.
@@ -102,18 +108,18 @@ class MessageWorker(SavedShards):
         """Take no part until `join`: the others go on without this worker.
 
         Where means are clipped, all servers step together, and could not agree on when this worker is back. Then
-        nothing is sent, and the others wait for it.
+        nothing is sent, and the others wait for it. They do so, too, where a step counts on all workers or on none.
         """
         self._expect_new_parameters()
         self._wait_for_pending()
-        if not self._strategy.clips_means:
+        if not self._config.needs_all_workers:
             self._requests.send_to_all(RequestKind.LEAVE)
         record_loaded(self._user_changes)
 
     def join(self) -> None:
         """Take part again, from the servers' present versions."""
         self._expect_new_parameters()
-        if not self._strategy.clips_means:
+        if not self._config.needs_all_workers:
             self._pull_all(RequestKind.JOIN)
         record_loaded(self._user_changes)
 
@@ -130,6 +136,13 @@ class MessageWorker(SavedShards):
         self._requests.disconnect_after_stop()
 
     # Pushing and pulling
+
+    def before_step(self) -> None:
+        super().before_step()
+        if self._config.exact:
+            # Here and not in the next forward pass: this step counts if all servers have taken it, or is void.
+            self._wait_for_pending()
+            self._completed = self.version
 
     def _push(self, bucket: Bucket, norm: float) -> None:
         shards = self._shards_by_bucket[bucket.index]
@@ -194,5 +207,5 @@ class MessageWorker(SavedShards):
         """Send a request to a server, and receive the replies about all of its shards."""
         yield from self._requests.send(server, kind)
         # One after the other, though replies come in another order: each shard has its own tags.
-        for shard in self._shards_by_server[server]:
+        for shard in self._shards_by_server.get(server, ()):
             yield from self._puller.receive(shard)
