@@ -57,7 +57,7 @@ class Regrouping(Protocol):
         """This rank is about to train: join the others, if it has come to them and waits for that."""
         ...
 
-    def boundary(self, *, at_end: bool = False) -> None:
+    def boundary(self, *, at_end: bool = False, is_over: bool = False) -> None:
         """This rank is between two batches, or behind the last of a loop: change the ranks, if it is time."""
         ...
 
@@ -188,10 +188,15 @@ class World:
             return self.elastic.regrouping.collective(work, same_answer=same_answer)
         return work()
 
-    def boundary(self, *, at_end: bool = False) -> None:
-        """Change the ranks of an elastic world, if it is time. Called between two batches, and behind the last one."""
+    def boundary(self, *, at_end: bool = False, is_over: bool = False) -> None:
+        """Change the ranks of an elastic world, if it is time. Called between two batches, and behind the last one.
+
+        Args:
+            at_end: whether the last batch of a loop was given out.
+            is_over: whether that was the last batch of all.
+        """
         if self.elastic is not None and self.elastic.regrouping is not None:
-            self.elastic.regrouping.boundary(at_end=at_end)
+            self.elastic.regrouping.boundary(at_end=at_end, is_over=is_over)
 
     def arrive(self) -> None:
         """Join the other ranks of an elastic world that had begun without this one. Called before it trains."""

@@ -176,3 +176,32 @@ def test_refused(how: dict[str, Any], message: str) -> None:
     never: Callable[[], None] = lambda: None  # noqa: E731
     with pytest.raises(ConfigError, match=message):
         simulate(never, **how)
+
+
+def accumulate() -> tuple[int, int]:
+    """Train with gradients of five batches in a step; two batches are left over behind the last step."""
+    world = tutti.init()
+    torch.manual_seed(0)
+    inputs = torch.randn(4 * 4 * 12, 3, dtype=torch.float64)
+    model = nn.Linear(3, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    job = tutti.distribute(model, optimizer, "bmuf:every=4")
+    number = 0
+    for epoch in tutti.shard(DataLoader(TensorDataset(inputs), batch_size=4), keep="local").epochs(1):
+        for (x,) in epoch:
+            number += 1
+            model(x).square().mean().backward()
+            world.transport.sleep(0.001)  # What has come by now is known.
+            if number % 5 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    job.finish()
+    return job.steps, world.size
+
+
+@pytest.mark.timeout(30)
+def test_ranks_change_behind_the_last_step_although_batches_are_left_over() -> None:
+    """All have answered that they can stop behind the next step, which never comes: they must not wait for it."""
+    done = simulate(accumulate, workers=(1, 4), chaos="leave 0 at 1.9s", cluster=EACH)
+    # What was left over comes again, and with it the share of the one that has left.
+    assert done.results == [None, (3, 3), (3, 3), (3, 3)]

@@ -47,7 +47,7 @@ class EndOfData:
         while not cursor.goes_on(loop_epoch):
             before = cursor.num_regroupings
             if elastic.member.comes_to_end():
-                self._world.boundary()
+                self._world.boundary(is_over=True)
                 continue
             try:
                 present = self._world.collective(lambda number=before: self._who_has_come(number))  # type: ignore[misc]
@@ -76,7 +76,7 @@ class EndOfData:
         """If not all ranks have come to the end, wait until ranks change; return whether they have."""
         started_s = self._world.transport.now()
         while len(present) < self._world.size and self._cursor.num_regroupings == before:
-            self._world.boundary()
+            self._world.boundary(is_over=True)
             transport = self._world.transport  # It may have changed.
             if transport.now() - started_s > transport.timeout.total_seconds():
                 break

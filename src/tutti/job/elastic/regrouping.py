@@ -94,19 +94,21 @@ class ElasticJob:
 
     # Places where ranks may change
 
-    def boundary(self, *, at_end: bool = False) -> None:
+    def boundary(self, *, at_end: bool = False, is_over: bool = False) -> None:
         """This rank is between two batches: change the ranks, if it is time.
 
         Args:
             at_end: whether the last batch of a loop was given out. Then ranks change only after a loss.
+            is_over: whether the last batch of all was given out. Those that no step has used do not delay a change.
         """
         job = self._the_job
         if not (job._replica.in_consensus or job._replica.away):
-            self._change_ranks(job, at_end)
+            self._change_ranks(job, at_end, is_over)
             self.membership.tell()
 
-    def _change_ranks(self, job: "Job", at_end: bool) -> None:
+    def _change_ranks(self, job: "Job", at_end: bool, is_over: bool) -> None:
         replica, counts = job._replica, self._world.sample_counts
+        is_unused = False
         if not at_end:
             self.arrived(trains=True)
         if replica.lost is None:
@@ -115,7 +117,8 @@ class ElasticJob:
                 self._count_void(self.void_step.put_back())
             if counts.num_committed < counts.num_batches:
                 counts.commit_void_steps()
-            if counts.num_committed < counts.num_batches:
+            is_unused = counts.num_committed < counts.num_batches
+            if is_unused and not is_over:
                 return  # Gradients of several batches accumulate, or one was drawn and not trained on.
             if self._elastic.requested():
                 self._elastic.member.leave()
@@ -127,6 +130,8 @@ class ElasticJob:
             if lost:
                 replica.lost = RankLost(f"rank {self._world.transport.world_rank}: a rank is lost.")
         self.regroup()
+        if is_unused:  # Its samples come again: what was computed from them must change nothing.
+            self._void_until_next_batch()
 
     def arrived(self, *, trains: bool = False) -> None:
         """This rank is where the others are: behind the last batch if it joined too late for one, or about to train."""
@@ -202,16 +207,21 @@ class ElasticJob:
         in_consensus = replica.in_consensus
         took_over = self.regroup(in_call=True)
         if in_batch or took_over:
-            self.void_step.keep()
-            replica.waits_for_batch = True
-            for slot in replica.slots:
-                if slot.tensor.grad is not None:
-                    slot.tensor.grad = torch.zeros_like(slot.tensor)
+            self._void_until_next_batch()
         elif in_consensus:
             try:  # The model shows what all agree on, as before.
                 job._exchange.consensus()
             except RankLost as error:
                 replica.note_loss(error)
+
+    def _void_until_next_batch(self) -> None:
+        """Let whatever the loop does before its next batch change nothing, and drop the gradients that it has."""
+        replica = self._the_job._replica
+        self.void_step.keep()
+        replica.waits_for_batch = True
+        for slot in replica.slots:
+            if slot.tensor.grad is not None:
+                slot.tensor.grad = torch.zeros_like(slot.tensor)
 
     @property
     def _progress(self) -> int:
