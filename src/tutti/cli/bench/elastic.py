@@ -16,6 +16,7 @@ from tutti.errors import ConfigError
 
 PARTS = {
     "kills": "kills of workers at random moments, and some other faults, under all strategies and transports",
+    "joins": "what a new worker costs the others, with models of three sizes",
     "cost": "the cost of being able to lose a worker, while none is lost",
     "matrix": "each strategy over each transport with each fault, about 10 minutes",
 }
@@ -61,11 +62,31 @@ def elastic(
             rows += elastic_losses.kills(console, status, 4 if quick else kills, seed, words, quick=quick)
         if "matrix" in chosen:
             rows += elastic_losses.matrix(console, status, words)
+        if "joins" in chosen:
+            rows += _joins(console, status)
         if "cost" in chosen:
             rows += _cost(console, status, model)
     write_json(json_file, rows)
     if any(row.get("problems") for row in rows):
         raise typer.Exit(1)
+
+
+def _joins(console: Console, status: Status) -> list[dict[str, Any]]:
+    from tutti.bench.elastic.joins import MODELS, TRANSPORTS, measure
+
+    rows = []
+    for model in MODELS:
+        for transport in TRANSPORTS:
+            status.update(f"a worker joins: {model}, {transport}")
+            found = measure(model, transport)
+            console.print(
+                f"A worker joins, {model} with Adam, {transport}: the others lose {format_ms(found.lost_s)} ms, "
+                f"{found.lost_steps:.1f} of their steps of {format_ms(found.step_s)} ms; the new one has taken its "
+                f"first step {format_ms(found.joined_s)} ms after tutti.distribute",
+                highlight=False,
+            )
+            rows.append({"part": "joins", **asdict(found), "lost_steps": found.lost_steps})
+    return rows
 
 
 def _cost(console: Console, status: Status, model: str) -> list[dict[str, Any]]:
