@@ -70,7 +70,8 @@ PartitionName=high Nodes={host} State=UP MaxTime=INFINITE PriorityTier=10 Preemp
 """
     )
     environment = {"SLURM_CONF": str(folder / "slurm.conf")}
-    everything = {**os.environ, **environment}
+    # The daemons serve several tests, so they do not belong to the one that started them (conftest.py).
+    everything = {name: value for name, value in os.environ.items() if name != "TUTTI_TEST_RUN"} | environment
     commands = [
         ["/usr/sbin/munged", "--foreground", "--force", f"--key-file={key}", f"--socket={munge_socket}",
          f"--pid-file={folder}/munged.pid", f"--seed-file={folder}/munged.seed", f"--log-file={folder}/munged.log"],

@@ -16,7 +16,7 @@ OPTIONS = {
     ),
     "submit slurm": (
         "--account --array --checkpoint-every --cpus-per-worker --extra --name --nodes --notice --partition --print "
-        "--requeues --strategy --time --workers-per-node ARGS SCRIPT"
+        "--requeues --strategy --time --workers --workers-per-node ARGS SCRIPT"
     ),
     "workers add": "--run COUNT",
     "workers remove": "--run RANK",

@@ -1,7 +1,9 @@
 """What every launcher does, whatever the hosts are."""
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,9 +13,11 @@ from typing import Any
 
 import pytest
 
+import slurm_cluster
 import ssh_hosts
 import tutti
-from tutti.errors import ConfigError, WorkerFailed
+from plugin_package import install
+from tutti.errors import ConfigError, PluginError, UnknownName, WorkerFailed
 from tutti.launch import supervisor
 from tutti.launch.elastic_run import ElasticRun
 from tutti.launch.lab.namespaces import missing
@@ -24,7 +28,7 @@ from tutti.launch.supervisor_pipe import SupervisorPipe
 
 pytestmark = pytest.mark.xdist_group("labs")
 
-PLACES = {"local": "local", "lab": "lab:hosts=1,ranks=2", "ssh": "ssh:localhost:2"}
+PLACES = {"local": "local", "lab": "lab:hosts=1,ranks=2", "ssh": "ssh:localhost:2", "slurm": "slurm:2"}
 """Each launcher with two workers."""
 
 
@@ -37,6 +41,21 @@ def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield command
 
 
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The variables of a process inside a Slurm job."""
+    if (lacking := slurm_cluster.lacking()) is not None:
+        pytest.skip(lacking)
+    with slurm_cluster.slurm_cluster(tmp_path_factory.mktemp("slurm")) as variables:
+        command = ["salloc", "--no-shell", "--ntasks=2", "--nodes=1"]
+        ended = subprocess.run(
+            command, env={**os.environ, **variables}, capture_output=True, text=True, check=True, timeout=50
+        )
+        job = re.findall(r"job allocation (\d+)", ended.stderr)[0]
+        yield {**variables, "SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": socket.gethostname()}
+        subprocess.run(["scancel", job], env={**os.environ, **variables}, check=True, timeout=50)
+
+
 @pytest.fixture(params=list(PLACES))
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where to start two workers."""
@@ -44,13 +63,16 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         pytest.skip(lacking)
     if request.param == "ssh":
         monkeypatch.setenv("TUTTI_SSH", request.getfixturevalue("ssh"))
+    if request.param == "slurm":
+        for name, value in request.getfixturevalue("slurm").items():
+            monkeypatch.setenv(name, value)
     return PLACES[request.param]
 
 
 @pytest.fixture
 def without_torch(on: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have other hosts start workers that need no torch without a fork server, which would import it first."""
-    if on == PLACES["ssh"]:
+    if on in (PLACES["ssh"], PLACES["slurm"]):
         monkeypatch.setenv("TUTTI_START", "spawn")
 
 
@@ -195,10 +217,54 @@ def test_a_launcher_that_was_never_opened(on: str) -> None:
     make_launcher(on, None).close()
 
 
+def test_slurm_without_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    with pytest.raises(ConfigError, match="runs inside a Slurm job"):
+        make_launcher("slurm:2", None)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "x")
+    with pytest.raises(ConfigError, match="number of workers on each node, 1 or more; got 'many'"):
+        make_launcher("slurm:many", None)
+
+
 def test_another_number_of_workers(on: str) -> None:
     if on != "local":
         with pytest.raises(ConfigError, match=r"3 workers do not fit .* make it 2"):
             make_launcher(on, 3)
+
+
+PACKAGE = """
+from tutti.launch.lab.placement import here
+from tutti.launch.local_launcher import LocalLauncher
+
+
+def on_my_cluster(text, workers):
+    return LocalLauncher(here(int(text)))
+
+
+def nothing(text, workers):
+    return "a text"
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An installed package that offers two launchers, of which one is none."""
+    offered = {"mine": "my_tutti:on_my_cluster", "wrong": "my_tutti:nothing"}
+    install(tmp_path, "my-cluster", {"tutti.launchers": offered}, PACKAGE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    LAUNCHERS.forget_plugins()
+    yield
+    LAUNCHERS.forget_plugins()
+    sys.modules.pop("my_tutti", None)
+
+
+@pytest.mark.usefixtures("package")
+def test_a_launcher_of_another_package() -> None:
+    assert [result["WORLD_SIZE"] for result in tutti.launch(describe, "text", on="mine:3", timeout=20)] == ["3"] * 3
+    with pytest.raises(PluginError, match=r"launcher 'wrong' has made .*; wanted is a tutti.launch.launcher.Launcher"):
+        make_launcher("wrong", None)
+    with pytest.raises(UnknownName, match=r"unknown launcher 'min'. Did you mean 'mine'"):
+        make_launcher("min", None)
 
 
 def _wait_for_the_end_of(script: str) -> None:

@@ -1,7 +1,9 @@
 """`tutti submit slurm` on a Slurm cluster of one host, made for these tests; `make test-slurm` installs Slurm."""
 
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -127,6 +129,7 @@ def test_without_requeues(call: Call, folder: Path) -> None:
             ["--nodes", "0", "--workers-per-node", "-1"],
             "--nodes must be 1 or more, got 0; --workers-per-node .* got -1",
         ),
+        (["--nodes", "2", "--workers", "3:4"], "3 to 4 workers do not fit these nodes, on which 2 are started"),
         (["--time", "soon"], "--time is minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS, got 'soon'"),
         (["--array", "all"], "--array has numbers such as 0-7 or 1,3,5%2, got 'all'"),
         (["--extra", "gres"], "--extra is an option of sbatch, such as --gres=gpu:2, got 'gres'"),
@@ -186,6 +189,19 @@ def test_a_job_whose_time_is_nearly_up_continues(slurm: Path, call: Call) -> Non
     output_until(output, "Continue from run/step-")
     wait_until(lambda: state(job) == "PENDING")
     assert "Restarts=1" in tool("scontrol", "show", "job", job)
+
+
+def test_a_worker_is_killed_and_replaced(slurm: Path, call: Call) -> None:
+    """With limits on the number of workers the job goes on, and comes back when it was stopped."""
+    (slurm / "train.py").write_text(LONG.replace('print(f"starts', 'print(f"pid {os.getpid()} starts'))
+    job = submit(call, "--workers-per-node", "2", "--workers", "1:2", "train.py")
+    output = f"train-{job}.out"
+    text = output_until(output, "[rank 1] pid ")
+    os.kill(int(re.findall(r"\[rank 1\] pid (\d+)", text)[0]), signal.SIGKILL)
+    output_until(output, "[rank 2] pid ")
+    tool("scancel", "--signal=TERM", job)
+    output_until(output, "Continue from run/step-")
+    wait_until(lambda: state(job) == "PENDING")
 
 
 def test_a_cancelled_job_does_not_come_back(slurm: Path, call: Call) -> None:

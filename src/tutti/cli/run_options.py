@@ -52,7 +52,8 @@ On = Annotated[
     typer.Option(
         "--on",
         metavar="LAUNCHER[:OPTIONS]",
-        help="Where workers are started: local (the default), lab:OPTIONS, ssh:HOSTS, or one that another package "
+        help="Where workers are started: local (the default), lab:OPTIONS, ssh:HOSTS, slurm:N "
+        "inside a Slurm job, or one that another package "
         "offers.",
     ),
 ]

@@ -14,6 +14,14 @@ app = typer.Typer(help="Submit a script as a job of a cluster's scheduler.", no_
 _SCRIPT_LAST = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
 WorkersPerNode = Annotated[int, typer.Option("--workers-per-node", metavar="N", help="Number of workers on each node.")]
+Workers = Annotated[
+    str | None,
+    typer.Option(
+        "--workers",
+        metavar="MIN:MAX",
+        help="Replace lost workers, and go on without lost nodes as long as MIN workers are left.",
+    ),
+]
 Nodes = Annotated[int, typer.Option("--nodes", "-N", metavar="N", help="Number of nodes.")]
 PrintOnly = Annotated[
     bool, typer.Option("--print", metavar="", help="Print what would be submitted, and submit nothing.")
@@ -74,6 +82,7 @@ def slurm(
     args: Arguments = None,
     nodes: Nodes = 1,
     workers_per_node: WorkersPerNode = 1,
+    workers: Workers = None,
     cpus_per_worker: CpusPerWorker = None,
     time: Time = None,
     partition: Partition = None,
@@ -101,6 +110,7 @@ def slurm(
         command=[script, *(args or [])],
         nodes=nodes,
         workers_per_node=workers_per_node,
+        workers=workers,
         cpus_per_worker=cpus_per_worker,
         time=time,
         partition=partition,

@@ -12,6 +12,7 @@ LAUNCHERS: Registry[MakeLauncher] = Registry(
         "local": "tutti.launch.local_launcher:on_this_machine",
         "lab": "tutti.launch.local_launcher:in_new_lab",
         "ssh": "tutti.launch.ssh.launcher:over_ssh",
+        "slurm": "tutti.launch.ssh.slurm_steps:on_slurm_nodes",
     },
     callable,
     "a function of a text and a number of workers that returns a tutti.launch.launcher.Launcher",

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tutti.errors import ConfigError
+from tutti.launch.elastic_run import parse_workers
+from tutti.launch.launcher import check_fits
 
 _COMMAND_S = 60.0
 ARRAY_NUMBER = "%a"
@@ -34,6 +36,8 @@ class SlurmJob:
     """A script and its arguments."""
     nodes: int = 1
     workers_per_node: int = 1
+    workers: str | None = None
+    """MIN:MAX if workers may be lost and replaced; None if the job ends with the first loss."""
     cpus_per_worker: int | None = None
     time: str | None = None
     """Limit of the job's time, as sbatch has it."""
@@ -63,6 +67,11 @@ class SlurmJob:
             )
             if value < least
         ]
+        if self.workers is not None:
+            try:
+                check_fits(self.nodes * self.workers_per_node, parse_workers(self.workers, "--workers"), "these nodes")
+            except ConfigError as error:
+                mistakes.append(str(error).rstrip("."))
         if self.time is not None and not re.fullmatch(r"\d+(-\d+)?(:\d+){0,2}|UNLIMITED|INFINITE", self.time):
             mistakes.append(f"--time is minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS, got '{self.time}'")
         if self.array is not None and not re.fullmatch(r"[\d,:-]+(%\d+)?", self.array):
@@ -108,15 +117,22 @@ class SlurmJob:
         options += ["--open-mode=append", "--requeue" if self.requeues else "--no-requeue"]
         options += [f"--signal=USR1@{self.notice_s}", *map(_option, self.extra)]
         cpus = [] if self.cpus_per_worker is None else [f"--cpus-per-task={self.cpus_per_worker}"]
-        words = [python, *self.command]
+        if self.workers is None:
+            note = "# Each worker is a task. --wait: when one has ended, the others get time to save or to report."
+            start = ["srun", "--label", "--kill-on-bad-exit=0", "--wait=60", *cpus, shlex.quote(python)]
+        else:
+            options.append("--no-kill")  # When a node fails.
+            note = "# Workers that are lost are replaced."
+            start = [shlex.quote(python), "-m", "tutti", "run", "--workers", self.workers]
+            start += ["--on", f"slurm:{self.workers_per_node}"]
         lines = [
             "#!/bin/bash",
             *(f"#SBATCH {option}" for option in options),
             "",
-            "# Each worker is a task. --wait: when one has ended, the others get time to save, or to say what is wrong",
+            note,
             "export PYTHONUNBUFFERED=1",
             *(f"export {name}={shlex.quote(value)}" for name, value in sorted(self.variables.items())),
-            " ".join(["srun", "--label", "--kill-on-bad-exit=0", "--wait=60", *cpus, *map(_word, words)]),
+            " ".join([*start, *map(_word, self.command)]),
             "status=$?",
             "",
         ]

@@ -61,13 +61,12 @@ _MAX_PAYLOAD_BYTES = 1 << 31
 
 def main(hello: dict[str, Any]) -> None:
     """Serve the launcher at standard input and output until it ends. `hello`: what it has said first."""
-    # Of a host that is shut down: workers get it too, and the launcher may wait for their last checkpoint.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # Not ignored, which workers would inherit.
     output = os.dup(1)
     os.dup2(2, 1)  # Whatever else prints must not be taken for a message.
     os.set_blocking(output, False)
     agent = _Agent(hello, output)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, agent.note_signal)  # Not ignored, which workers would inherit.
     try:
         agent.run()
     finally:
@@ -97,6 +96,7 @@ class _Agent:
         self._outbox = bytearray()
         self._sent_at = self._heard_at = time.monotonic()
         self._is_over = False
+        self._to_pass_on: list[signal.Signals] = []
         # Readable when something has come from any worker: taken out of the loop while the launcher does not read.
         self._pipes = selectors.DefaultSelector()
         self._loop = selectors.DefaultSelector()
@@ -120,12 +120,24 @@ class _Agent:
                     self._read_pipes()
             self._note_starts()
             self._note_ends()
+            while self._to_pass_on:
+                sign = self._to_pass_on.pop(0)
+                for number in self._workers.keys() | self._starting.keys():
+                    self._signal(number, sign, group=False)
             now = time.monotonic()
             if now - self._sent_at > PING_S:
                 self._send(PING)
             if now - self._heard_at > self._hello["silence_s"]:
                 print("the launcher was silent for too long", file=sys.stderr)
                 return
+
+    def note_signal(self, number: int, _: Any) -> None:
+        """Pass on what a scheduler sends when it is about to take the host away, so that workers save their state.
+
+        The agent itself stays, because they need it. It ends with the launcher, or by SIGKILL.
+        """
+        if number in (signal.SIGTERM, signal.SIGUSR1):
+            self._to_pass_on.append(signal.Signals(number))
 
     def end_all(self) -> None:
         """Kill all that was started here."""

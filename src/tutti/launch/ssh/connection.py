@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from tutti.launch.fork_client import file_with, last_line
+from tutti.launch.fork_client import describe_status, file_with, last_line
 from tutti.launch.ssh.frames import (
     CLOSE,
     ENDED,
@@ -61,13 +61,16 @@ _LOST_STATUS = 255
 class RemoteProcess:
     """A worker on another host (`tutti.launch.launcher.WorkerProcess`)."""
 
-    def __init__(self, send: Callable[[bytes, bytes], None], files: Sequence[int]) -> None:
-        """`send` messages about it; what it prints and reports goes into copies of `files`."""
+    def __init__(self, send: Callable[[bytes, bytes], None], files: Sequence[int], may_run: Callable[[], bool]) -> None:
+        """`send` messages about it; what it prints and reports goes into copies of `files`.
+
+        As long as its host is being connected to, it cannot run (`may_run`).
+        """
         self.pid = 0
         self.files = {stream: os.dup(file) for stream, file in zip(STREAMS, files[: len(STREAMS)], strict=True)}
         """Where the reader writes what comes from it."""
-        self._send = send
-        self._has_ended = threading.Event()
+        self._send, self._may_run = send, may_run
+        self._has_ended, self._ending = threading.Event(), threading.Lock()
         self._status: int | None = None
         self._reason = ""
 
@@ -90,13 +93,17 @@ class RemoteProcess:
 
     def signal_group(self, sign: signal.Signals) -> None:
         """Send a signal to the worker and all that it has started."""
+        # Nobody waits for a host that may never answer. If it does, the signal comes right after the start.
+        if sign == signal.SIGKILL and not self._may_run():
+            self.finish(-sign, describe_status(-sign))
         self._send(SIGNAL, json.dumps({"sign": sign, "group": True}).encode())
 
     def finish(self, status: int, reason: str) -> None:
         """Its end is known. Only the first call counts."""
-        if not self._has_ended.is_set():
-            self._status, self._reason = status, reason
-            self._has_ended.set()
+        with self._ending:
+            if not self._has_ended.is_set():
+                self._status, self._reason = status, reason
+                self._has_ended.set()
 
     def write(self, stream: bytes, data: bytes) -> None:
         """Pass on what it has written; nothing means that no more comes."""
@@ -178,7 +185,7 @@ class HostConnection:
 
     def start(self, number: int, variables: dict[str, str], files: Sequence[int]) -> RemoteProcess:
         """Have the agent start a worker."""
-        process = RemoteProcess(lambda kind, payload: self.send(kind, number, payload), files)
+        process = RemoteProcess(lambda kind, payload: self.send(kind, number, payload), files, self.ready.is_set)
         with self._lock:
             if self.end is None:
                 self._processes[number] = process

@@ -15,7 +15,7 @@ import os
 import queue
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -49,9 +49,9 @@ _SILENCE = 6.0
 class SshLauncher(Launcher):
     """Starts workers on hosts that are reached over ssh."""
 
-    def __init__(self, hosts: Sequence[SshHost]) -> None:
-        """Start nothing yet."""
-        self._hosts = tuple(hosts)
+    def __init__(self, hosts: Sequence[SshHost], shell: Callable[[SshHost], list[str]] | None = None) -> None:
+        """Start nothing yet. `shell`: what goes before a command to run it on a host; ssh by default."""
+        self._hosts, self._shell = tuple(hosts), shell or ssh_to
         self._program: Program | None = None
         self._environment: dict[str, str] = {}
         self._connections: list[HostConnection] = []
@@ -160,12 +160,12 @@ class SshLauncher(Launcher):
                 "modules": list(program.modules),
             },
         }
-        command = [*remote_shell(), host.target, agent_command(folder, own_python())]
+        command = [*self._shell(host), agent_command(folder, own_python())]
         check = partial(problems_in, script=script, folder=folder)
         try:
             return HostConnection(host.name, command, hello, check, patience_s, ssh_environment())
         except OSError as error:
-            raise ConfigError(f"cannot run {command[0]} ({error.strerror}): install an ssh client.") from error
+            raise ConfigError(f"cannot run {command[0]} ({error.strerror}): install it.") from error
 
     def _check(self) -> None:
         """Raise one error with all that is wrong on any host."""
@@ -219,6 +219,11 @@ class SshLauncher(Launcher):
             left -= host.num_workers
         turn, number = divmod(left, len(self._hosts))
         return number, self._hosts[number].num_workers + turn
+
+
+def ssh_to(host: SshHost) -> list[str]:
+    """The words before a command that ssh runs on a host."""
+    return [*remote_shell(), host.target]
 
 
 def over_ssh(text: str, workers: int | ElasticRun | None) -> SshLauncher:
