@@ -249,7 +249,7 @@ def test_hosts_and_what_does_not_go_with_them(call: Call, folder: Path) -> None:
         ("--hosts", "a:2", "--workers", "3:4"): "3 to 4 workers do not fit the hosts 'a:2', on which 2 are started.",
         ("--hosts", "a:2", "--lab", "hosts=2"): "--lab and --hosts each say where workers are started",
         ("--hosts", "a:4", "--workers", "1:4", "--start", "2"): "--start has no effect with --hosts",
-        ("--on", "slum:x"): "unknown launcher 'slum'. Known: lab, local, slurm, ssh.",
+        ("--on", "slum:x"): "unknown launcher 'slum'. Did you mean 'slurm'? Known: lab, local, slurm, ssh.",
         ("--on", "local:2"): "the launcher 'local' has no options, got '2'",
     }
     for words, message in cases.items():
