@@ -1,6 +1,7 @@
 """`tutti.fit` with processes that it starts: from scripts, with lambdas, elastic, stopped, and their failures."""
 
 import json
+import os
 import signal
 import subprocess
 import textwrap
@@ -107,23 +108,27 @@ def test_what_cannot_be_sent_is_named() -> None:
 
 
 class Dies:
-    """The second worker ends in the middle of the first epoch."""
+    """The second worker ends in the middle of an epoch, or of an evaluation."""
+
+    def __init__(self, when: str) -> None:
+        self.when = when
+
+    def on_start(self, run: Run) -> None:
+        if self.when == "evaluation" and run.job.world.transport.world_rank == 1:
+            run.model.register_forward_pre_hook(lambda module, inputs: None if module.training else os._exit(3))
 
     def on_step(self, run: Run) -> None:
-        if run.steps == 5 and run.job.world.transport.world_rank == 1:
-            import os
-
+        if self.when == "epoch" and run.steps == 5 and run.job.world.transport.world_rank == 1:
             os._exit(3)
 
 
-def test_a_run_goes_on_without_a_lost_worker() -> None:
+@pytest.mark.parametrize("when", ["epoch", "evaluation"])
+def test_a_run_goes_on_without_a_lost_worker(when: str) -> None:
     options = {"optimizer": partial(torch.optim.SGD, lr=0.1), "loss": nn.CrossEntropyLoss(), "epochs": 2, "seed": 3}
-    options |= {"validation": DIGITS.test, "metrics": ["accuracy"], "batch_size": 64}
-    undisturbed = network().double()
-    doubled = {"data": _doubled(DIGITS.train), **options, "validation": _doubled(DIGITS.test)}
-    wanted = tutti.fit(undisturbed, **doubled)
-    model = network().double()
-    history = tutti.fit(model, callbacks=[Dies()], workers=(1, 2), **doubled)
+    options |= {"validation": _doubled(DIGITS.test), "metrics": ["accuracy"], "batch_size": 64}
+    undisturbed, model = network().double(), network().double()
+    wanted = tutti.fit(undisturbed, _doubled(DIGITS.train), **options)
+    history = tutti.fit(model, _doubled(DIGITS.train), callbacks=[Dies(when)], workers=(1, 2), **options)
     for one, other in zip(model.parameters(), undisturbed.parameters(), strict=True):
         assert bool(((one - other).abs() < 1e-10).all())
     assert history["accuracy"] == wanted["accuracy"]

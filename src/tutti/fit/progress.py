@@ -70,7 +70,7 @@ class Reports:
     def _print(self, line: str) -> None:
         self._last_s = time.monotonic()
         if self._progress is not None:
-            self._progress.console.print(line, highlight=False, markup=False)
+            self._progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
         else:
             print(line, flush=True)
 

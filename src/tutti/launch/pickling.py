@@ -25,7 +25,7 @@ from tutti.errors import ConfigError
 
 
 def packed_call(function: Callable[..., Any], args: tuple[Any, ...], *, by_value: bool = False) -> bytes:
-    """Return function and arguments as bytes, with what a worker needs first to unpickle them.
+    """Return two pickles, one behind the other: what a worker needs first, and then function and arguments.
 
     Args:
         by_value: whether what `__main__` defines is sent by value, so that workers need not import it.
@@ -37,7 +37,7 @@ def packed_call(function: Callable[..., Any], args: tuple[Any, ...], *, by_value
     if not imports_main:
         left_out |= {"init_main_from_path", "init_main_from_name"}
     payload = _packed((function, args), imports_main, getattr(function, "__name__", repr(function)))
-    return pickle.dumps(({key: preparation[key] for key in preparation.keys() - left_out}, payload))
+    return pickle.dumps({key: preparation[key] for key in preparation.keys() - left_out}) + payload
 
 
 def packed_result(value: Any) -> bytes:

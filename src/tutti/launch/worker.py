@@ -71,16 +71,15 @@ def _run_script(argv: list[str]) -> None:
 def _run_function(file: int) -> Any:
     """Call the function that `launch` pickled into an open file, and return its result."""
     with os.fdopen(file, "rb") as source:
-        data = source.read()
-    preparation, payload = pickle.loads(data)
-    # The main module of the caller is imported here under another name, so that the function is found. Its call of
-    # `launch` at top level must not start workers of its own.
-    os.environ[IMPORTING] = "1"
-    try:
-        spawn.prepare(preparation)
-        function, args = pickle.loads(payload)
-    finally:
-        del os.environ[IMPORTING]
+        preparation = pickle.load(source)
+        # The main module of the caller is imported here under another name, so that the function is found. Its call of
+        # `launch` at top level must not start workers of its own.
+        os.environ[IMPORTING] = "1"
+        try:
+            spawn.prepare(preparation)
+            function, args = pickle.load(source)
+        finally:
+            del os.environ[IMPORTING]
     return function(*args)
 
 
