@@ -66,6 +66,16 @@ def test_workers_give_what_one_gives(strategy: str, size: int) -> None:
             assert found["validation_loss"] == pytest.approx(history["validation_loss"], abs=1e-10)
 
 
+def test_dedicated_servers_take_no_part_of_the_data() -> None:
+    options = {"strategy": "ps:bsp,servers=1", "validation": samples(21, 1), "metrics": "accuracy"}
+    alone, history = trained(**{**options, "strategy": "native"})
+    workers = [found for found in run_ok(partial(trained, **options), size=3, transport="sockets") if found is not None]
+    assert len(workers) == 2
+    for parameters, found in workers:
+        assert difference(parameters, alone) < 1e-10
+        assert found["loss"] == pytest.approx(history["loss"], abs=1e-10)
+
+
 @pytest.mark.parametrize("kind", ["loader", "drop_last", "own sampler", "dataset"])
 def test_kinds_of_data(kind: str) -> None:
     dataset = TensorDataset(*samples(50))
@@ -310,6 +320,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"device": "cuda:9"}, 'device "cuda:9": this machine has'),
     ({"device": "tpux"}, 'device must be "auto"'),
     ({"strategy": "rnig"}, "unknown strategy 'rnig'"),
+    ({"strategy": "ps:bsp,servers=1"}, "a dedicated server needs a second rank"),
     ({"epochs": 0}, "epochs must be 1 or more, got 0"),
     ({"lr": -1}, "lr must be a number above 0"),
     ({"optimizer": 3}, "optimizer must be"),

@@ -104,8 +104,8 @@ def _take_part(arguments: dict[str, Any]) -> History:
     had_world = current_world() is not None
     world = init()
     try:
-        mistakes = Mistakes()
-        task = checked_task(arguments, world.size if world.elastic is None else 1, mistakes)
+        # `tutti run --strategy` overrules the script's, as in `distribute`.
+        task = checked_task({**arguments, "strategy": world.strategy or arguments["strategy"]}, world, Mistakes())
         with Reports(task.epochs, arguments["logger"]).shown() as reports:
             history, _ = train(task, world, reports.take)
         return history

@@ -86,6 +86,7 @@ class _RankTraining:
         self._total = torch.zeros((), dtype=torch.float64, device=device)
         """Loss of this rank's samples in the epoch, added up; and their number."""
         self._num_samples = 0
+        self._num_steps = 0
         self._totals: list[tuple[float, float, float]] = []
         """Of each epoch here: the loss added up, the number of samples, and the seconds of training."""
         self._interrupts = Interrupts()
@@ -110,7 +111,7 @@ class _RankTraining:
             after_step=self._after_step,
             after_epoch=self._after_epoch,
         )
-        self._now = job.world.transport.now
+        self._now, self._num_steps = job.world.transport.now, job.steps
         self._start_s = self._now()
         with self._interrupts.handled(checkpoints if job.world.size == 1 else None):
             loop.run(task.epochs)
@@ -140,7 +141,9 @@ class _RankTraining:
         return self._task.loss(self._task.model(inputs), targets)
 
     def _after_step(self, loss: Tensor) -> None:
-        if self._rows:
+        # A step that is void, because a worker was lost, is no step: its batch comes again.
+        counts, self._num_steps = self._job.steps != self._num_steps, self._job.steps
+        if self._rows and counts:
             self._total += loss.detach() * (1 if self._task.loss_is_sum else self._rows)
             self._num_samples += self._rows
         self._reports.step(loss)

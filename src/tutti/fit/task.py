@@ -20,6 +20,7 @@ from tutti.fit.metrics import NAMED, ValidationLoss, ValidationMetric, make_metr
 from tutti.job.checkpoints.random_state import RandomStates, set_random_state
 from tutti.recipes.learning_rate import LearningRate
 from tutti.strategies import Strategy, as_strategy
+from tutti.world import World
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -55,14 +56,16 @@ class Task:
         return getattr(self.loss, "reduction", None) == "sum"
 
 
-def checked_task(arguments: dict[str, Any], num_workers: int, mistakes: Mistakes) -> Task:
+def checked_task(arguments: dict[str, Any], ranks: World | int, mistakes: Mistakes) -> Task:
     """Return the task of the arguments of `fit`. Raises `ConfigError` with all mistakes.
 
     Args:
-        num_workers: the most workers that will train.
+        ranks: the world that trains, or the most workers that will be started.
         mistakes: those found before.
     """
     given = arguments
+    strategy = mistakes.attempt(lambda: as_strategy(given["strategy"]))
+    num_workers = _num_workers(ranks, strategy)
     model = mistakes.attempt(lambda: _model(given["model"]))
     loader, validation = _loaders(given, num_workers, mistakes)
     loss, epochs, lr = given["loss"], given["epochs"], given["lr"]
@@ -79,7 +82,9 @@ def checked_task(arguments: dict[str, Any], num_workers: int, mistakes: Mistakes
         not metrics or given["validation"] is not None,
         f"metrics ({', '.join(metrics)}) are those of a validation set: give validation=, or leave them out",
     )
-    strategy = mistakes.attempt(lambda: _strategy(given["strategy"], num_workers))
+    if strategy is not None:
+        servers = strategy.num_dedicated_servers if num_workers > 1 else 0
+        mistakes.attempt(lambda: strategy.check_size(num_workers + servers))
     mistakes.attempt(lambda: _check_device(given["device"]))
     for mistake in callback_mistakes(given["callbacks"]):
         mistakes.need(False, mistake.rstrip("."))
@@ -163,11 +168,11 @@ def _loaders(given: dict[str, Any], num_workers: int, mistakes: Mistakes) -> tup
     return loader, validation
 
 
-def _strategy(strategy: Any, num_workers: int) -> Strategy:
-    found = as_strategy(strategy)
-    if num_workers > 1:
-        found.check_size(num_workers + found.num_dedicated_servers)
-    return found
+def _num_workers(ranks: World | int, strategy: Strategy | None) -> int:
+    """Return how many ranks train: all but dedicated servers, of which a single rank has none."""
+    if isinstance(ranks, int):
+        return ranks
+    return ranks.size - (0 if strategy is None or ranks.size == 1 else strategy.num_dedicated_servers)
 
 
 def _check_device(device: Any) -> None:
