@@ -34,7 +34,10 @@ def elastic_mistakes(model: nn.Module, strategy: Strategy, mesh: Mesh | None, wo
     if mesh is not None and mesh.is_split:
         mistakes.append(f"a mesh that splits the model needs all of its workers. {fixed}")
     if strategy.num_dedicated_servers:
-        mistakes.append(f"'{strategy}' has dedicated servers, whose loss cannot be survived. {fixed}")
+        mistakes.append(
+            f"'{strategy}' has dedicated servers, whose loss cannot be survived. Leave servers= out: then the workers "
+            f"serve. Or: {fixed[0].lower()}{fixed[1:]}"
+        )
     if any(isinstance(module, Branches) for module in model.modules()):
         mistakes.append(f"the branches of a model are divided between its workers, and need all of them. {fixed}")
     assert world.elastic is not None

@@ -14,6 +14,8 @@ Parts, which share a `ServerContext`, and the state that each of them alone writ
   them. Written by `VersionMaker` and `WorkerLifecycle`.
 - `UpdateOrdering`, `GlobalClipping`: agreement with other servers, where a consistency or clipping needs it.
 - `ReplySender`: outboxes of replies.
+- `CopySender`, `CopyReceiver`: the copies of shards on another server (`copies.py`). `ServerHalt`: losses with which
+  versions end.
 
 A push goes through them as follows. The request is received and decoded, and its update is recorded in the shard's
 ledger. `VersionMaker.settle` then takes every version that the ledger has due: it makes the mean of the updates, takes

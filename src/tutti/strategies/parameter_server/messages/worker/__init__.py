@@ -18,10 +18,14 @@ one, and for one more if it holds exactly that. At most one pull per shard is pe
 when the model's version is below clock - s. Under a counting consistency every push asks for a pull, and every
 iteration waits for it. While the training starts synchronously, s is 0 (`staleness_bound`).
 
+Where a step counts on all workers or on none (`ServerGroupConfig.exact`), `before_step` waits for all pulls: a step
+that is over has been taken by all servers. A loss before that makes it void (`tutti.job.elastic`), and what servers
+have is put together by `kept_shards.py`.
+
 Waits: for a pull, see `puller.py`. At a barrier, until all living workers are there (servers send `KEEP_ALIVE`
 meanwhile). At the end, until the server of the same rank has served its last worker, without a deadline. The loss of
-another worker ends no wait with an error: servers go on without it. A lost server fails every wait for its shards with
-`RankLost`.
+another worker ends no wait with an error: servers go on without it, unless steps are exact; then they reply `LOST`. A
+lost server fails every wait for its shards with `RankLost`.
 """
 
 from tutti.strategies.parameter_server.messages.worker.worker import MessageWorker
