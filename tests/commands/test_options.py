@@ -56,7 +56,7 @@ OPTIONS = {
     "bench checkpoints": "--folder --json --kills --parts --quick --rounds --seed",
     "bench checks": "--json --model --rounds --workers",
     "bench control": "--json --lab --model --rounds --workers",
-    "bench elastic": "--json --kills --model --only --parts --quick --seed",
+    "bench elastic": "--data --json --kills --model --only --parts --quick --seed",
     "bench encryption": "--json --lab --rounds --sizes",
     "bench hostile": "--connections --json --model --rate",
     "bench overlap": "--json --lab --models --rounds MODEL",

@@ -139,7 +139,7 @@ def _kill(outcome: LossOutcome, plan: dict[int, float], lab: Lab | None, wanted:
     killer, cell = _Killer(plan), Cell(outcome.strategy, outcome.transport, NOTHING)
     elastic = ElasticRun(minimum=1, maximum=WORKERS, restarts=0)
     try:
-        seen = launch_run(cell, lab, _EPOCHS, _PAUSE_S, elastic, killer.watch)
+        seen = launch_run(cell, lab if cell.transport == LAB else None, _EPOCHS, _PAUSE_S, elastic, killer.watch)
     finally:
         killer.close()
     outcome.runs += 1

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from math import ceil
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -35,17 +36,25 @@ def kills(
 
     outcomes = losses(number, seed, chosen, done=done)
     table = plain_table("Losses: milliseconds from the kill to the next step of all survivors")
-    for heading in ("strategy", "transport", "kills", "runs", "others", "median ms", "slowest ms", "void", "wrong"):
+    for heading in ("strategy", "transport", "kills", "others", "median ms", "slowest", "void", "wrong"):
         table.add_column(heading, justify="left" if heading in ("strategy", "transport") else "right")
     for each in outcomes:
-        numbers = map(str, (each.kills, each.runs, each.others))
+        numbers = map(str, (each.kills, each.others))
         times = format_ms(each.median_s), format_ms(each.slowest_s)
-        table.add_row(each.strategy, each.transport, *numbers, *times, str(each.voided), str(len(each.problems)))
+        table.add_row(
+            each.strategy.partition(":exact")[0],
+            each.transport,
+            *numbers,
+            *times,
+            str(each.voided),
+            str(len(each.problems)),
+        )
     console.print(table)
     console.print("others: runs with another fault; void: most void steps of a worker in a run", highlight=False)
     for each in outcomes:
         for problem in each.problems:
-            console.print(f"{each.strategy}, {each.transport}: {problem}", markup=False, highlight=False)
+            line = problem.partition("\n")[0]
+            console.print(f"{each.strategy}, {each.transport}: {line}", markup=False, highlight=False)
     seconds = sorted(second for each in outcomes for second in each.seconds)
     if seconds:
         console.print(
@@ -90,6 +99,46 @@ def matrix(console: Console, status: Status, words: list[str]) -> list[dict[str,
     wrong = sum(bool(each.problems) for each in outcomes)
     console.print(f"{len(outcomes)} runs, of which {wrong} did not keep their promise", highlight=False)
     return [{"part": "matrix", **asdict(each), "promise": each.cell.promise} for each in outcomes]
+
+
+def goodput(console: Console, status: Status, data: Path | None, *, quick: bool) -> list[dict[str, Any]]:
+    """Kill a worker every minute, and print how much of its work the run did."""
+    from tutti.bench.elastic.goodput import RECIPE, WORKERS, measure
+
+    status.update("training with a kill every minute")
+    found = measure(1, data, 6.0) if quick else measure(4, data)
+    stalls = ", ".join(f"{format_ms(each)}" for each in found.stalls_s)
+    console.print(
+        f"Goodput of {RECIPE} on {WORKERS} workers with a kill every {found.minute_s:g} s: {100 * found.goodput:.1f} % "
+        f"({', '.join(f'{100 * each:.1f}' for each in found.minutes)}; without a kill {100 * found.control:.1f}). "
+        f"Longest pauses {stalls} ms, a step takes {format_ms(found.step_s)} ms. {found.kills} were killed, "
+        f"{found.replaced} came in their place.",
+        highlight=False,
+    )
+    return [{"part": "goodput", **asdict(found), "goodput": found.goodput}]
+
+
+def peers(console: Console, status: Status, rounds: int) -> list[dict[str, Any]]:
+    """Kill a worker under Tutti and under others, and print what that costs."""
+    from tutti.bench.elastic.peers import measure, missing
+
+    table, rows = plain_table("Loss of one of 4 workers; the end beside that of a run without a loss"), []
+    for heading in ("system", "median ms", "slowest", "unused samples", "used again", "parameters differ by"):
+        table.add_column(heading, justify="left" if heading == "system" else "right")
+    for name in ("tutti", "torchft", "torchrun"):
+        status.update(f"killing a worker under {name}")
+        if reason := missing(name):
+            console.print(f"{name} is left out: {reason}", markup=False, highlight=False)
+            continue
+        found = measure(name, rounds)
+        rows.append({"part": "peers", **asdict(found)})
+        if found.problem:
+            console.print(f"{name} failed: {found.problem}", markup=False, highlight=False)
+        else:
+            times = format_ms(found.median_s), format_ms(max(found.seconds))
+            table.add_row(name, *times, str(found.unused), str(found.again), f"{found.difference:.0e}")
+    console.print(table)
+    return rows
 
 
 def _has_lab(console: Console) -> bool:
