@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tutti.bench.checkpoints.training import NUM_SAMPLES, NumberedSamples, squared_error
 
-WORKERS, BATCH, EPOCHS, KILL_AT = 4, 5, 3, 20
+WORKERS, BATCH, EPOCHS, KILL_AT = 4, 5, 3, 22
 """Workers, samples of a worker in a step, epochs, and the step in which the last worker is killed."""
 STEPS = EPOCHS * NUM_SAMPLES // (WORKERS * BATCH)
 _PAUSE_S, _SAVE_EVERY = 0.02, 5

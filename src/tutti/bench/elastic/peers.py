@@ -85,7 +85,9 @@ def _run(name: str, folder: Path, *, kill: bool) -> str:
     if name == "torchrun":
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}"]
         command += ["--max-restarts=2", *program]
-        return _wait({folder / "said": _started(command, {"OMP_NUM_THREADS": "1"}, folder / "said")})
+        # In torch 2.13 workers that were started anew find the addresses of those before them in the shared store.
+        variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return _wait({folder / "said": _started(command, variables, folder / "said")})
     with _lighthouse() as address:
         variables = {"TORCHFT_LIGHTHOUSE": address, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, *program]

@@ -70,7 +70,7 @@ def elastic(
         if "goodput" in chosen:
             rows += elastic_losses.goodput(console, status, data, quick=quick)
         if "peers" in chosen:
-            rows += elastic_losses.peers(console, status, rounds=1 if quick else 5)
+            rows += elastic_losses.peers(console, status, rounds=1 if quick else 3)
         if "cost" in chosen:
             rows += _cost(console, status, model)
     write_json(json_file, rows)
