@@ -106,7 +106,7 @@ def goodput(console: Console, status: Status, data: Path | None, *, quick: bool)
     from tutti.bench.elastic.goodput import RECIPE, WORKERS, measure
 
     status.update("training with a kill every minute")
-    found = measure(1, data, 6.0) if quick else measure(4, data)
+    found = measure(1, data, 6.0) if quick else measure(3, data)
     stalls = ", ".join(f"{format_ms(each)}" for each in found.stalls_s)
     console.print(
         f"Goodput of {RECIPE} on {WORKERS} workers with a kill every {found.minute_s:g} s: {100 * found.goodput:.1f} % "
