@@ -18,7 +18,7 @@ PARTS = {
     "kills": "kills of workers at random moments, and some other faults, under all strategies and transports",
     "joins": "what a new worker costs the others, with models of three sizes",
     "cost": "the cost of being able to lose a worker, while none is lost",
-    "goodput": "training of mnist-mlp on 8 workers with a kill every minute, for 5 minutes",
+    "goodput": "training of mnist-mlp on 8 workers with a kill every minute, for 4 minutes",
     "peers": "the loss of a worker under Tutti, torchft (if installed) and torchrun",
     "matrix": "each strategy over each transport with each fault, about 10 minutes",
 }
