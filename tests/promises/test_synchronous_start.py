@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from support import run_ok, run_threads
 from tutti.errors import ConfigError, RankLost
 from tutti.job import distribute
+from tutti.recipes.loop import measure_agreed
 from tutti.strategies import parse
 from tutti.world import World
 
@@ -371,3 +372,25 @@ def test_a_model_that_is_compiled_first_ends_the_start() -> None:
         return attached
 
     assert run_ok(train, size=2, transport="sockets") == ["averaging:every=3"] * 2
+
+
+@pytest.mark.parametrize(
+    ("strategy", "transport"), [("peers", "sockets"), ("ps:async", "sockets"), ("ps:async", "shared_memory")]
+)
+def test_the_leader_that_evaluates_takes_part_in_the_steps_of_the_start(strategy: str, transport: str) -> None:
+    """At the end of an epoch it is away otherwise, as no step of these strategies needs it."""
+
+    def train(world: World) -> list[bool]:
+        model = net()
+        optimizer = sgd(model)
+        job = distribute(model, optimizer, strategy, world=world)
+        job.start_synchronously(3)
+        away: list[bool] = []
+        for number in range(4):
+            if number >= 2:
+                measure_agreed(job, lambda _: away.append(job._replica.away), last=False)
+            step(model, optimizer, whole_batch(number).tensor_split(SIZE)[world.rank])
+        job.finish()
+        return away
+
+    assert run_ok(train, size=SIZE, transport=transport)[0] == [False, True]

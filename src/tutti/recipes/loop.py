@@ -97,9 +97,9 @@ def measure_agreed(job: Job, measure: Callable[[bool], Measured], *, last: bool)
     """Measure the model at the end of an epoch; None where this rank takes no part in it.
 
     Under a synchronous strategy all ranks measure together, on the parameters that they agree on. Otherwise the leader
-    does so alone. The others train on meanwhile, unless a step is made of the gradients of all ranks: steps without
-    the leader's would have fewer samples, and so would those in which it trains on the rest of its data alone. After
-    the last epoch the caller measures, once the job has finished.
+    does so alone. The others train on meanwhile, unless a step is made of the gradients of all ranks, as those of a
+    synchronous start are: steps without the leader's would have fewer samples, and so would those in which it trains on
+    the rest of its data alone. After the last epoch the caller measures, once the job has finished.
 
     Args:
         measure: is told whether all ranks call it.
@@ -108,7 +108,7 @@ def measure_agreed(job: Job, measure: Callable[[bool], Measured], *, last: bool)
         with job.consensus(optimizer=False):
             return measure(True)
     if job.is_leader and not last:
-        waits = job.strategy.needs_all_ranks or job.strategy.steps_by_mean_gradient
+        waits = job.strategy.needs_all_ranks or job.strategy.steps_by_mean_gradient or job.starts_synchronously
         with nullcontext() if waits else job.away():
             return measure(False)
     return None
