@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tutti
 from support import run_ok
+from tutti import Cluster, Link, simulate
+from tutti.cluster import Compute
 from tutti.errors import ConfigError, WorkerFailed
 from tutti.launch.elastic_run import ElasticRun
 from tutti.world import World
@@ -176,3 +178,49 @@ def test_a_batch_that_stays_the_same_needs_no_other_rate(capfd: pytest.CaptureFi
     with pytest.raises(WorkerFailed):
         tutti.launch(train, "global", workers=ElasticRun(minimum=1, maximum=3, restarts=0))
     assert 'keep the batch per worker: tutti.shard(loader, keep="local")' in capfd.readouterr().err
+
+
+def scale_twice(world: World) -> list[float]:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    rates: list[float] = []
+    with tutti.distribute(model, optimizer, "ring", world=world) as job:
+        for number in (8, 4):
+            job.scale_learning_rate(number)
+        optimizer.register_step_pre_hook(lambda used, *_: rates.append(used.param_groups[0]["lr"]))
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    optimizer.step()
+    return rates
+
+
+def test_the_last_call_counts_until_the_job_is_finished() -> None:
+    assert run_ok(scale_twice, size=1, transport="sockets") == [[0.5 / 4, 0.5]]
+
+
+def lose_two_in_steps() -> set[float]:
+    """Gradients of the user's own, so that the exchange is in the step, and a loss is noticed there."""
+    tutti.init()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
+    job = tutti.distribute(model, optimizer, "ring")
+    job.scale_learning_rate(4)
+    rates = set()
+    for epoch in tutti.shard(DataLoader(TensorDataset(torch.randn(480, 3)), batch_size=4), keep="local").epochs(1):
+        for (x,) in epoch:
+            found = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+            for parameter, gradient in zip(model.parameters(), found, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+            optimizer.zero_grad()
+            rates.add(optimizer.param_groups[0]["lr"])
+    job.finish()
+    return rates
+
+
+def test_a_loss_in_a_step_that_is_scaled_leaves_the_schedule() -> None:
+    cluster = Cluster(link=Link("1gbit", "50us"), compute=Compute(sample_s=0.05))
+    done = simulate(lose_two_in_steps, workers=(1, 4), chaos="kill 1 at 1s; kill 2 at 1.5s", cluster=cluster)
+    assert sorted(done.lost) == [1, 2]
+    assert [rates for rates in done.results if rates is not None] == [{0.4}] * 4

@@ -264,6 +264,8 @@ class Job(CollectiveValues, JobCheckpoints, JobMembership, JobProgress, Synchron
         if self.world.elastic is not None:
             self.world.elastic.regrouping = None
         self._remove_start_hooks()
+        if self._rate_scaling is not None:
+            self._rate_scaling.close()
         self._checkpoints.abandon()
         self.world.usage.exchanges.discard(self._exchange)
         # In this order: background work stops, then gradients are copied out of shared memory, then it is unmapped.

@@ -28,18 +28,27 @@ class RateScaling:
         self._optimizer, self._factor = ref(optimizer), factor
         self._unscaled: list[Any] | None = None
         """The rates of the groups, during a step."""
-        optimizer.register_step_pre_hook(lambda *_: self._scale())
-        optimizer.register_step_post_hook(lambda *_: self._put_back())
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: self._scale()),
+            optimizer.register_step_post_hook(lambda *_: self.put_back()),
+        ]
+
+    def close(self) -> None:
+        """Scale no further step."""
+        for hook in self._hooks:
+            hook.remove()
+        self.put_back()
 
     def _scale(self) -> None:
-        self._put_back()  # After a step that has failed.
+        self.put_back()  # After a step that has failed.
         optimizer, factor = self._optimizer(), self._factor()
         if optimizer is not None and factor != 1.0:
             self._unscaled = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * factor
 
-    def _put_back(self) -> None:
+    def put_back(self) -> None:
+        """Put the rates of the schedule back: a step is over, or turns out to be void."""
         optimizer = self._optimizer()
         if self._unscaled is not None and optimizer is not None:
             for group, rate in zip(optimizer.param_groups, self._unscaled, strict=True):
@@ -61,6 +70,8 @@ def scale_rate(job: "Job", num_workers: int) -> None:
             _refuse_global_batches(world)
         return sqrt(ratio) if adaptive else ratio
 
+    if job._rate_scaling is not None:
+        job._rate_scaling.close()
     job._rate_scaling = RateScaling(optimizer, factor)
 
 

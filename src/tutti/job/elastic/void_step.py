@@ -27,6 +27,8 @@ class VoidStep:
         job = self._job()
         assert job is not None
         self._parts = deepcopy(job._checkpoints.parts.states())
+        if job._rate_scaling is not None:
+            job._rate_scaling.put_back()
         # Schedulers also change the optimiser's options, which are no part of their state.
         groups = job._replica.optimizer.param_groups
         self._options = [{key: group[key] for key in group.keys() - {"params"}} for group in groups]
