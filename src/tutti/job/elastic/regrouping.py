@@ -131,7 +131,7 @@ class ElasticJob:
                 replica.lost = RankLost(f"rank {self._world.transport.world_rank}: a rank is lost.")
         self.regroup()
         if is_unused:  # Its samples come again: what was computed from them must change nothing.
-            self._void_until_next_batch()
+            self.void_step.last_until_next_batch()
 
     def arrived(self, *, trains: bool = False) -> None:
         """This rank is where the others are: behind the last batch if it joined too late for one, or about to train."""
@@ -207,21 +207,12 @@ class ElasticJob:
         in_consensus = replica.in_consensus
         took_over = self.regroup(in_call=True)
         if in_batch or took_over:
-            self._void_until_next_batch()
+            self.void_step.last_until_next_batch()
         elif in_consensus:
             try:  # The model shows what all agree on, as before.
                 job._exchange.consensus()
             except RankLost as error:
                 replica.note_loss(error)
-
-    def _void_until_next_batch(self) -> None:
-        """Let whatever the loop does before its next batch change nothing, and drop the gradients that it has."""
-        replica = self._the_job._replica
-        self.void_step.keep()
-        replica.waits_for_batch = True
-        for slot in replica.slots:
-            if slot.tensor.grad is not None:
-                slot.tensor.grad = torch.zeros_like(slot.tensor)
 
     @property
     def _progress(self) -> int:

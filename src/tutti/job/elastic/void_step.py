@@ -4,6 +4,8 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+import torch
+
 if TYPE_CHECKING:
     from tutti.job.handle import Job
 
@@ -32,6 +34,16 @@ class VoidStep:
         # Schedulers also change the optimiser's options, which are no part of their state.
         groups = job._replica.optimizer.param_groups
         self._options = [{key: group[key] for key in group.keys() - {"params"}} for group in groups]
+
+    def last_until_next_batch(self) -> None:
+        """Let whatever the loop does before its next batch change nothing, and drop the gradients that it has."""
+        self.keep()
+        job = self._job()
+        assert job is not None
+        job._replica.waits_for_batch = True
+        for slot in job._replica.slots:
+            if slot.tensor.grad is not None:
+                slot.tensor.grad = torch.zeros_like(slot.tensor)
 
     def put_back(self) -> bool:
         """The void step is over: put back what it has changed; return whether there was one."""
