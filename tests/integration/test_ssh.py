@@ -18,7 +18,8 @@ from started_command import Command
 from tutti.launch.lab.namespaces import processes
 from tutti.launch.ssh.hosts import SshHost, parse_hosts
 
-pytestmark = pytest.mark.xdist_group("labs")
+pytestmark = [pytest.mark.xdist_group("labs"), pytest.mark.timeout(200)]
+"""Every host imports torch for itself, with all other hosts on the same cores."""
 
 TRAIN = str(Path(__file__).parents[1] / "scripts" / "train_a_little.py")
 
@@ -88,7 +89,7 @@ def left_on(hosts: SshHosts, number: int) -> list[int]:
     return [pid for pid in processes([namespace]) if pid not in listening]
 
 
-def wait_until(what: Callable[[], bool], seconds: float = 25) -> None:
+def wait_until(what: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < deadline
@@ -180,12 +181,12 @@ def test_an_elastic_run_goes_on_without_a_host(hosts: SshHosts, folder: Path) ->
 
 def test_a_host_is_cut_off(hosts: SshHosts, folder: Path) -> None:
     """Nothing tells either end: both notice that the other is silent, and the host ends its workers by itself."""
-    words = ("--workers", "1:2", "--restarts", "1", "--hosts", "host0,host1", "train.py")
-    with closing(start(hosts, folder, *words, TUTTI_PATIENCE="2s")) as run:
+    words = ("--workers", "1:2", "--hosts", "host0,host1", "train.py")
+    with closing(start(hosts, folder, *words, TUTTI_PATIENCE="4s")) as run:
         run.until("[rank 0] size 2")
         hosts.set_link(1, up=False)
         run.until("[rank 0] size 1")
-        wait_until(lambda: not any("python" in _name(pid) for pid in left_on(hosts, 1)), 40)
+        wait_until(lambda: not any("python" in _name(pid) for pid in left_on(hosts, 1)), 90)
         hosts.set_link(1, up=True)
         (folder / "stop").touch()
         assert run.end() == 0, run.lines

@@ -194,12 +194,16 @@ class HostConnection:
         self._lose(process)
         return process
 
-    def close(self) -> bool:
-        """End the agent, and what it has started; return whether it has confirmed that."""
+    def ask_to_end(self) -> None:
+        """Ask the agent to end, and with it what it has started."""
         self._is_closing = True
         if not self.ready.is_set():  # Nothing was started.
             self._ssh.kill()
         self.send(CLOSE)
+
+    def close(self) -> bool:
+        """End the agent, and what it has started; return whether it has confirmed that."""
+        self.ask_to_end()
         reader = self._threads[0]
         reader.join(_CLOSE_S)
         confirmed = not reader.is_alive()

@@ -138,6 +138,8 @@ class SshLauncher(Launcher):
     def _close_connections(self) -> None:
         closing, self._connections = self._connections, []
         for connection in closing:
+            connection.ask_to_end()
+        for connection in closing:
             if not connection.close():
                 text = f"tutti: host {connection.name} has not confirmed that its workers have ended"
                 print(text, file=sys.stderr, flush=True)
