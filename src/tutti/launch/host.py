@@ -31,7 +31,7 @@ def listen_address(environment: RankEnvironment, membership: "Membership") -> st
         return LOOPBACK
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
         try:
-            return _address_of(names.split(",")[0])
+            return interface_address(names.split(",")[0])
         except OSError as error:
             known = ", ".join(name for _, name in socket.if_nameindex())
             raise ConfigError(
@@ -70,10 +70,10 @@ def address_towards(address: str | None) -> str:
 
 def _interfaces() -> list[Callable[[], str]]:
     """Functions that return the address of each network interface but loopback; one without an address raises."""
-    return [partial(_address_of, name) for _, name in socket.if_nameindex() if name != "lo"]
+    return [partial(interface_address, name) for _, name in socket.if_nameindex() if name != "lo"]
 
 
-def _address_of(interface: str) -> str:
+def interface_address(interface: str) -> str:
     """The IPv4 address of a network interface."""
     # struct ifreq of netdevice(7): the name, at most 15 bytes, and from byte 20 on the IPv4 address of the answer.
     request = struct.pack("256s", interface.encode()[:15])

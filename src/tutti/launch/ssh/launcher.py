@@ -28,7 +28,7 @@ from tutti.errors import ConfigError
 from tutti.launch.control_service import announce_run, serve_coordinator
 from tutti.launch.control_settings import find_patience
 from tutti.launch.elastic_run import ElasticRun
-from tutti.launch.host import network_address
+from tutti.launch.host import interface_address, network_address
 from tutti.launch.lab.placement import here
 from tutti.launch.launcher import Launcher, Variables, check_fits
 from tutti.launch.run_control import RunControl
@@ -186,7 +186,8 @@ class SshLauncher(Launcher):
         # What they see first: it is the right one of several interfaces. Behind a gateway it is none of this host's.
         seen = sorted((each.report["client"] for each in self._connections), key=is_loopback)
         named = (host.name for host in self._hosts)
-        candidates = [*filter(_is_own, seen), *map(_facing, named)]
+        chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        candidates = [_on_interface(chosen), *filter(_is_own, seen), *map(_facing, named)]
         found = next((each for each in candidates if each is not None), None)
         if found is None:
             raise ConfigError(
@@ -253,6 +254,13 @@ def _is_own(address: str) -> bool:
     except OSError:
         return False
     return bool(address)
+
+
+def _on_interface(name: str) -> str | None:
+    """The address of an interface that the user has named; None if this host has none of that name."""
+    with suppress(OSError):
+        return interface_address(name) if name else None
+    return None
 
 
 def _facing(host: str) -> str | None:
