@@ -16,7 +16,6 @@ worker chooses where the coordinator will listen, and all get the variables that
 `on_shutdown` closes the world.
 """
 
-import os
 import secrets
 import socket
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 
 from tutti.launch import init
+from tutti.launch.environment import set_variables
 from tutti.world import current_world
 
 
@@ -70,10 +70,13 @@ def _free_port() -> tuple[str, int]:
 def _set_variables(shared: dict[str, str]) -> None:
     """Set the variables of this worker as torchrun would."""
     context = ray.train.get_context()
-    os.environ.update(shared)
-    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(context.get_world_rank()), str(context.get_world_size())
-    os.environ["LOCAL_RANK"] = str(context.get_local_rank())
-    os.environ["LOCAL_WORLD_SIZE"] = str(context.get_local_world_size())
+    numbers = {
+        "RANK": context.get_world_rank(),
+        "WORLD_SIZE": context.get_world_size(),
+        "LOCAL_RANK": context.get_local_rank(),
+        "LOCAL_WORLD_SIZE": context.get_local_world_size(),
+    }
+    set_variables({**shared, **{name: str(number) for name, number in numbers.items()}})
 
 
 def _join() -> None:

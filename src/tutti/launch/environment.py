@@ -78,6 +78,11 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> RankEnviron
     return first
 
 
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Describe this process as a launcher would, for frameworks that start processes without variables."""
+    os.environ.update(variables)
+
+
 def _torchrun(environment: Mapping[str, str]) -> RankEnvironment | None:
     """Read torchrun's variables, which `tutti run` sets as well."""
     names = ("RANK", "WORLD_SIZE")
