@@ -1,6 +1,6 @@
 """`Metrics`: the counters and times of a job on one rank."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -23,6 +23,10 @@ class Changes:
     """Lost ranks whose codec had not sent all of their gradients yet."""
     steps_cut_short: int = 0
     """Steps of servers in shared memory that a lost rank had begun: they count as taken, as far as it came."""
+
+    def with_void_step(self, is_void: bool) -> "Changes":
+        """Return these with a void step more, if there was one."""
+        return replace(self, voided_steps=self.voided_steps + is_void)
 
 
 @dataclass(frozen=True)

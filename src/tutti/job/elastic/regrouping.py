@@ -114,7 +114,7 @@ class ElasticJob:
         if replica.lost is None:
             if replica.waits_for_batch:  # The rest of the batch in which ranks have changed is over.
                 replica.waits_for_batch = False
-                self._count_void(self.void_step.put_back())
+                self.changes = self.changes.with_void_step(self.void_step.put_back())
             if counts.num_committed < counts.num_batches:
                 counts.commit_void_steps()
             is_unused = counts.num_committed < counts.num_batches
@@ -274,11 +274,8 @@ class ElasticJob:
             except RankLost as error:  # While all wanted to end together, one was lost.
                 job._replica.lost = error
         else:
-            self._count_void(self.void_step.put_back())
+            self.changes = self.changes.with_void_step(self.void_step.put_back())
         return job._exchange.state_after_loss()
-
-    def _count_void(self, is_over: bool) -> None:
-        self.changes = replace(self.changes, voided_steps=self.changes.voided_steps + is_over)
 
     def _info(self, exchange: Exchange | None) -> dict[str, Any]:
         """Return what all others learn of this rank when it enters a generation.
