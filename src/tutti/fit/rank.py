@@ -83,7 +83,7 @@ class _RankTraining:
         self._evaluation = None
         if task.validation is not None:
             self._evaluation = Evaluation(task.model, task.validation, task.metrics, self._to_device)
-        self._total = torch.zeros((), dtype=torch.float64, device=device)
+        self._total: Any = 0.0 if device.type == "cpu" else torch.zeros((), dtype=torch.float64, device=device)
         """Loss of this rank's samples in the epoch, added up; and their number."""
         self._num_samples = 0
         self._num_steps = 0
@@ -144,7 +144,9 @@ class _RankTraining:
         # A step that is void, because a worker was lost, is no step: its batch comes again.
         counts, self._num_steps = self._job.steps != self._num_steps, self._job.steps
         if self._rows and counts:
-            self._total += loss.detach() * (1 if self._task.loss_is_sum else self._rows)
+            value = loss.detach()
+            # A number where that waits for nothing: a GPU goes on while its losses are added up there.
+            self._total += (value.item() if value.is_cpu else value) * (1 if self._task.loss_is_sum else self._rows)
             self._num_samples += self._rows
         self._reports.step(loss)
         if self._callbacks:
@@ -177,7 +179,7 @@ class _RankTraining:
         # After the last epoch of ranks that are apart, the first one evaluates when the job is finished.
         self._add(record, reported=synchronous or not last or self._evaluation is None)
         self._start_s = self._now()
-        self._total.zero_()
+        self._total = self._total * 0
         self._num_samples = 0
         self._callbacks.call("on_epoch", self._run)
         if self._callbacks and synchronous:

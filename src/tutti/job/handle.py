@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import isfinite
 from typing import Any, Self
 
 import torch
@@ -94,7 +95,7 @@ class Job(CollectiveValues, JobCheckpoints, JobMembership, JobProgress, Synchron
     def watch(self, loss: Tensor) -> None:
         """Stop every rank, in this step's backward, if `loss` is not finite on this one."""
         # An error here alone would leave the others waiting, so it travels with this step's exchange.
-        if not loss.is_meta and not torch.isfinite(loss.detach()).all():
+        if not loss.is_meta and not _is_finite(loss.detach()):
             # Alone there is no exchange that could carry it.
             if self._exchange.transport.size == 1:
                 rank = self._exchange.transport.world_rank
@@ -290,6 +291,11 @@ class Job(CollectiveValues, JobCheckpoints, JobMembership, JobProgress, Synchron
             self.finish()
         elif not self._finished:
             self._release()  # Not collective: the other ranks may not be coming.
+
+
+def _is_finite(loss: Tensor) -> bool:
+    # Of one value, a tenth of the time that `torch.isfinite` takes.
+    return isfinite(loss.item()) if loss.numel() == 1 else bool(torch.isfinite(loss).all())
 
 
 def _refuse_in_consensus(replica: HookedReplica, what: str) -> None:
