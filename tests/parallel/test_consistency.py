@@ -224,6 +224,26 @@ def test_guarantees_hold_with_a_synchronous_start(data: st.DataObject) -> None:
     check_reads(found, rule.staleness, start)
 
 
+@settings(max_examples=15)
+@given(data=st.data())
+def test_without_a_bound_the_start_has_one_of_zero(data: st.DataObject) -> None:
+    """Until each worker is past it: then an update of its own is enough again."""
+    num_workers = data.draw(st.integers(2, 4), "workers")
+    counting = st.one_of(st.just(Async()), st.integers(1, num_workers).map(SoftSync), st.just(StalenessAware(Async())))
+    rule = data.draw(counting, "rule")
+    steps = data.draw(st.lists(st.integers(1, 10), min_size=num_workers, max_size=num_workers), "steps")
+    start = data.draw(st.integers(1, 8), "start")
+    cluster = data.draw(clusters(num_workers), "cluster")
+    joint = {"servers": 1, "bucket_bytes": 2**20}  # As above.
+    options = joint if rule.quorum > 1 else {"servers": data.draw(st.sampled_from(["colocated", 2]), "servers")}
+    found = run(rule, steps, cluster, start, **options)
+    check_all_applied(found)
+    check_own(found)
+    check_reads(found, max(steps), start)
+    for other in found.parameters[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found.parameters[0], other, strict=True))
+
+
 @settings(max_examples=10)
 @given(data=st.data())
 def test_guarantees_hold_with_clipping(data: st.DataObject) -> None:
@@ -256,16 +276,18 @@ def test_a_worker_may_be_lost_at_any_time(data: st.DataObject) -> None:
     dies_ms = data.draw(st.sampled_from([10, 12, 15, 20, 30, 50]), "when, in ms")
     cluster = replace(data.draw(clusters(3), "cluster"), failures={1: dies_ms / 1000}, link=Link("100mbit", "200us"))
     strategy = ParameterServer(rule, bucket_bytes=10_000, servers=servers, clip=clip)
+    start = data.draw(st.sampled_from([0, 5]), "start") if strategy.synchronous_start is not None else 0
     with noted_servers() as noted:
-        simulation = tutti.simulate(train, strategy, [8, 8, 8], workers=3 + servers, cluster=cluster)
+        simulation = tutti.simulate(train, strategy, [8, 8, 8], start, workers=3 + servers, cluster=cluster)
     applies = [event for server in noted for event in server.events if event.kind == APPLY and event.about[2] != 1]
     living = [simulation.results[0], simulation.results[2]]
     found = Run([8, 0, 8], [living[0][0], [], living[1][0]], applies, [parameters for _, parameters in living])
     check_all_applied(found)
     if rule.bound is None:
         check_own(found)
+        check_reads(found, 8, start)
     else:
-        check_reads(found, rule.bound)
+        check_reads(found, rule.bound, start)
     assert all(torch.equal(one, two) for one, two in zip(*found.parameters, strict=True))
 
 

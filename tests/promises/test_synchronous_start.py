@@ -183,7 +183,15 @@ def test_workers_may_have_different_numbers_of_steps_left(strategy: str, transpo
     assert all(torch.equal(rank["values"], found[0]["values"]) for rank in found)
 
 
-@pytest.mark.parametrize(("strategy", "transport"), [("ps:ssp=3", "shared_memory"), ("ps:ssp=3,servers=1", "sockets")])
+@pytest.mark.parametrize(
+    ("strategy", "transport"),
+    [
+        ("ps:ssp=3", "shared_memory"),
+        ("ps:ssp=3,servers=1", "sockets"),
+        ("ps:async,servers=1", "sockets"),
+        ("ps:softsync=2,servers=2", "sockets"),
+    ],
+)
 def test_the_others_go_on_when_a_worker_is_lost_during_the_start(strategy: str, transport: str) -> None:
     def train(world: World) -> Tensor:
         model = net()

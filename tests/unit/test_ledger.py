@@ -271,3 +271,67 @@ def test_the_checks_would_notice_a_bound_that_is_one_too_large() -> None:
         else:
             with pytest.raises(AssertionError):
                 world.check_read(0)
+
+
+def synchronous(worker: int) -> Update:
+    return Update(worker, 0, 1.0, 0.0, None, None, None, is_synchronous=True)
+
+
+@pytest.mark.parametrize("rule", [Async(), SoftSync(2)], ids=str)
+class TestSynchronousStart:
+    """Under a counting rule: a version of an update of every worker, as long as one of these is pending."""
+
+    def test_a_version_is_made_of_an_update_of_every_member(self, rule: Consistency) -> None:
+        ledger = Ledger(rule, {0, 1, 2})
+        for worker in (2, 0):
+            ledger.push(synchronous(worker))
+            assert ledger.take_due() == []
+            assert not ledger.is_readable(worker, 0)
+        ledger.push(synchronous(1))
+        assert [each.worker for each in ledger.take_due()] == [0, 1, 2]
+        assert (ledger.version, ledger.is_idle) == (1, True)
+
+    def test_what_a_lost_worker_pushed_counts_with_the_others(self, rule: Consistency) -> None:
+        members = {0, 1, 2}
+        ledger = Ledger(rule, members)
+        ledger.push(synchronous(2))
+        members.discard(2)
+        ledger.push(synchronous(0))
+        assert ledger.take_due() == [], "worker 1 is still to come"
+        ledger.push(synchronous(1))
+        assert [each.worker for each in ledger.take_due()] == [0, 1, 2]
+
+    def test_the_last_one_that_is_waited_for_may_leave(self, rule: Consistency) -> None:
+        members = {0, 1, 2}
+        ledger = Ledger(rule, members)
+        ledger.push(synchronous(0))
+        ledger.push(synchronous(1))
+        members.discard(2)
+        assert len(ledger.take_due()) == 2
+
+    def test_a_worker_that_is_past_the_start_is_not_waited_for(self, rule: Consistency) -> None:
+        """One that was away is behind the others, and goes on alone."""
+        ledger = Ledger(rule, {0, 1})
+        ledger.push(synchronous(0))
+        ledger.push(update(1))
+        assert len(ledger.take_due()) == 2
+        ledger.push(synchronous(0))
+        assert [each.worker for each in ledger.take_due()] == [0]
+
+    def test_afterwards_the_rule_holds(self, rule: Consistency) -> None:
+        ledger = Ledger(rule, {0, 1, 2})
+        for worker in range(3):
+            ledger.push(synchronous(worker))
+        ledger.take_due()
+        for worker in range(rule.quorum):
+            ledger.push(update(worker))
+        assert len(ledger.take_due()) == rule.quorum
+
+    def test_a_restart_waits_for_all_again(self, rule: Consistency) -> None:
+        ledger = Ledger(rule, {0, 1})
+        for worker in (0, 1):
+            ledger.push(update(worker))
+        ledger.take_due()
+        ledger.restart()
+        ledger.push(synchronous(0))
+        assert ledger.take_due() == []
