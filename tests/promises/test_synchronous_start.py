@@ -32,6 +32,7 @@ PATHS = [
     ("ps:softsync=2,bucket_bytes=300", "sockets"),
     ("ps:async+topk:0.1", "simulated"),
     ("ps:ssp=3+onebit", "shared_memory"),
+    ("ps:bsp+topk:0.1", "sockets"),
 ]
 """Strategies and transports: by messages or in shared memory, pulls of both kinds, shards apart and joint. They
 start in place."""

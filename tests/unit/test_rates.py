@@ -33,6 +33,7 @@ from tutti.strategies.rates import SAME_RATE, LearningRateRule, batch_rule
         ("topk:0.001", 8, 1 / 4),
         ("fp16", 8, 1.0),
         ("ps:bsp+onebit", 8, 1 / 2),
+        ("ps:bsp+topk", 8, 1 / 4),
         ("ps:ssp=3+onebit", 8, 1 / 16),
         ("ps:bsp", 8, 1.0),
         ("ps:ssp=0", 8, 1.0),
@@ -62,7 +63,7 @@ def test_the_rule_of_a_strategy(text: str, workers: int, factor: float) -> None:
     rule = parse(text).learning_rate(workers)
     assert rule.factor == pytest.approx(factor)
     assert bool(rule.reason) == (factor != 1)
-    stale = any(name in text for name in ("ssp", "async", "softsync", "peers", "every", "diloco", "bmuf"))
+    stale = any(name in text for name in ("ssp", "async", "softsync", "peers", "every", "diloco", "bmuf", "topk"))
     assert rule.synchronous_share == (0.5 if stale and factor != 1 else 0)
 
 

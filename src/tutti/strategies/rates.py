@@ -6,7 +6,7 @@ their rule in `Strategy.learning_rate`; the rule for larger batches, which holds
 With momentum m, a gradient moves parameters by lr / (1 - m) in the long run: the effective rate, which rules scale.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, sqrt
 
 from torch.optim import Optimizer
@@ -118,10 +118,19 @@ def momentum_rule(staleness: int, updates: str) -> LearningRateRule:
 
 
 def compression_rule(codec: Codec | None) -> LearningRateRule:
-    """Return the rule for steps of compressed gradients: what a codec leaves out comes later, as a stale gradient."""
+    """Return the rule for steps of compressed gradients: what a codec leaves out comes later, as a stale gradient.
+
+    Where it comes more than a step later, the training starts with exact steps.
+    """
     if codec is None:
         return SAME_RATE
-    return momentum_rule(codec.delay, f"What '{print_codec(codec)}' leaves out is sent about {codec.delay} steps later")
+    rule = momentum_rule(codec.delay, f"What '{print_codec(codec)}' leaves out is sent {codec.delay} or so steps later")
+    if codec.delay <= 1:
+        return rule
+    reason = (
+        f"{rule.reason} The training starts with exact steps, as those of Lin et al. (2018) start with denser ones."
+    )
+    return replace(rule, synchronous_share=_SYNCHRONOUS_SHARE, reason=reason)
 
 
 def synchronous_start_rule(staleness: int, updates: str) -> LearningRateRule:

@@ -162,7 +162,8 @@ class ParameterServer(Strategy):
 
     @property
     def synchronous_start(self) -> "ParameterServer | None":
-        return None if self.consistency.bound == 0 else replace(self, consistency=BSP(), codec=None)
+        is_exact = self.consistency.bound == 0 and self.codec is None
+        return None if is_exact else replace(self, consistency=BSP(), codec=None)
 
     def starts_in_place(self, transport: Transport) -> bool:
         # Without a bound, workers in shared memory apply their own updates: nothing there makes one step of them all.
