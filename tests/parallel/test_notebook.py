@@ -63,12 +63,13 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.timeout(120)  # A kernel, and a fork server of its own, each import torch.
 def test_cells(tmp_path: Path) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
     cells = [SETUP + f"FOLDER = {str(tmp_path)!r}", FIT, LAUNCH, INTERRUPT]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    nbclient.NotebookClient(notebook, timeout=50, kernel_name="python3").execute()
+    nbclient.NotebookClient(notebook, timeout=100, kernel_name="python3").execute()
     printed = ["".join(each.get("text", "") for each in cell.outputs).splitlines() for cell in notebook.cells]
     assert printed[1][0].startswith("epoch 1/1: loss "), printed
     assert printed[1][-1] == "True [64]"
