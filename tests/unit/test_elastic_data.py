@@ -28,10 +28,13 @@ class Regrouping:
     def __init__(self) -> None:
         self.change: Callable[[], None] | None = None
 
-    def boundary(self, *, at_end: bool = False) -> None:
+    def boundary(self, *, at_end: bool = False, is_over: bool = False) -> None:
         if self.change is not None:
             change, self.change = self.change, None
             change()
+
+    def arrive(self) -> None:
+        return
 
     def arrived(self) -> None:
         return

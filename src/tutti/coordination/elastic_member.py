@@ -224,12 +224,19 @@ class ElasticMember:
             self._wanted = self.number
             self._send("want", number=self.number)
 
-    def depart(self, *, finished: bool) -> None:
-        """Take no more part; `finished` says whether the training has come to its end. Idempotent."""
+    def depart(self, *, finished: bool, as_lost: bool = False) -> None:
+        """Take no more part; `finished` says whether the training has come to its end. Idempotent.
+
+        Args:
+            as_lost: as if this process were lost: those that come later may begin anew.
+        """
         if self._has_departed and self._has_finished >= finished:
             return
         self._has_departed, self._has_finished = True, self._has_finished or finished
         self._listening()
+        if as_lost:
+            self._has_finished = True  # Nothing is said later either.
+            return
         self.member.outbox.withdraw(*((op, self.name) for op in ("enter", "belongs", "want", "boundary")))
         self._send("depart", finished=int(finished))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -12,6 +12,7 @@ from tutti.cost.placement import least_slowness, restricted_to
 from tutti.cost.scaled_profile import slowed
 from tutti.errors import ConfigError, NoLink
 from tutti.plan.candidates import candidates
+from tutti.plan.goodput import FailureRates, goodput, restart_goodput
 from tutti.plan.prediction import Prediction, Simulator, price
 from tutti.plan.reason import describe_plan, fastest_means
 from tutti.plan.scaling import UNKNOWN_SIZE, Profiles, RunSize, Scaling, predict_scaling, priced, worker_profile
@@ -52,6 +53,10 @@ class Plan:
     """The decisions, in sentences."""
     not_priced: dict[str, str] = field(default_factory=dict)
     """Strategies that could not be compared, and why."""
+    failures: FailureRates | None = None
+    """How often workers fail, if strategies were compared by their useful work under failures."""
+    restart_share: float | None = None
+    """The share of useful work of the chosen strategy, if all workers were started again at every change."""
 
     @property
     def best(self) -> Prediction:
@@ -80,6 +85,8 @@ class Plan:
             "scaling": [row._asdict() for row in self.scaling.rows],
             "reason": self.reason,
             "not_priced": self.not_priced,
+            "restart_share": self.restart_share,
+            "failures": None if self.failures is None else asdict(self.failures),
             "alone": self.alone.as_dict(),
             "predictions": [prediction.as_dict() for prediction in self.predictions],
         }
@@ -101,7 +108,8 @@ def plan(
             each other down because they share cores.
         allow_lossy: also consider strategies that change the result (compression, staleness, local steps).
         run: samples per step of all workers together, and of the whole run, where they are known. Strategies whose
-            blocks of local steps do not fit into the run `LEAST_EXCHANGES` times are not considered.
+            blocks of local steps do not fit into the run `LEAST_EXCHANGES` times are not considered. Where workers
+            fail, strategies are compared by their useful work.
         simulator: asked about the few fastest strategies, where formulas do not hold.
 
     Raises `NoLink` if the cluster's hosts are not joined as any strategy needs.
@@ -110,7 +118,7 @@ def plan(
         raise ConfigError(f"workers must be 1 or more, got {workers}.")
     cluster = restricted_to(cluster, workers)
     cluster.place(workers)  # Raises `ConfigError` if the cluster has too few slots.
-    worker = worker_profile(profile, workers, run)
+    worker, failures = worker_profile(profile, workers, run), run.failures
     num_steps = run.num_steps(worker, workers)
     offered = candidates(worker, workers, cluster, num_steps)
     groups = (offered.exact, offered.lossy if allow_lossy else [])
@@ -118,9 +126,14 @@ def plan(
     exact, lossy = (_simulate_fastest(group, worker, cluster, simulator) for group in predicted)
     if not exact and not lossy:
         raise NoLink(f"hosts of the cluster '{cluster.name}' are not joined as any strategy needs: give them links.")
+    if failures is not None:
+        exact, lossy = ([_under(failures, each, worker, cluster) for each in group] for group in (exact, lossy))
     chosen = choose(exact, lossy)
+    restart_share = None
+    if failures is not None and workers > 1:
+        restart_share = restart_goodput(chosen.strategy, worker, workers, cluster, failures).share
     # By speed, but for the chosen one: an exact strategy may be preferred to a lossy one that is a little faster.
-    others = sorted((other for other in (*exact, *lossy) if other is not chosen), key=_step_s)
+    others = sorted((other for other in (*exact, *lossy) if other is not chosen), key=_useful_step_s)
     # One worker would train on the fastest rank's host, and with the whole global batch if there is one.
     single = slowed(worker_profile(profile, 1, run), least_slowness(cluster, workers))
     alone = price(AllReduce(), single, 1, Cluster())
@@ -128,12 +141,14 @@ def plan(
         workers=workers,
         alone=alone,
         predictions=(chosen, *others),
-        distribute=chosen.samples_per_s > alone.samples_per_s,
+        distribute=chosen.samples_per_s * chosen.goodput > alone.samples_per_s,
         compress=_compress([chosen, *others]) if allow_lossy else None,
         num_steps=num_steps,
         scaling=predict_scaling(profile, cluster, allow_lossy, run, chosen, alone),
         not_priced=offered.not_priced,
         reason="",
+        failures=failures,
+        restart_share=restart_share,
     )
     return replace(result, reason=describe_plan(result))
 
@@ -143,21 +158,36 @@ def choose(exact: Sequence[Prediction], lossy: Sequence[Prediction]) -> Predicti
 
     There must be a prediction in one of the two.
     """
-    fastest_s = min((prediction.step_s for prediction in exact), default=inf)
+    fastest_s = min(map(_useful_step_s, exact), default=inf)
     # Within the error of predictions, the simpler family is the safer choice.
-    tied = [prediction for prediction in exact if prediction.step_s <= TIE * fastest_s]
+    tied = [prediction for prediction in exact if prediction.useful_step_s <= TIE * fastest_s]
     best = min(tied, key=lambda prediction: prediction.strategy.preference, default=None)
-    faster = [prediction for prediction in lossy if best is None or prediction.step_s * GAIN <= best.step_s]
+    faster = [each for each in lossy if best is None or each.useful_step_s * GAIN <= best.useful_step_s]
     if best is not None and not faster:
         return best
-    fastest_s = min(prediction.step_s for prediction in faster)
-    near = [prediction for prediction in faster if prediction.step_s <= NEAR * fastest_s]
+    fastest_s = min(map(_useful_step_s, faster))
+    near = [prediction for prediction in faster if prediction.useful_step_s <= NEAR * fastest_s]
     # Within a family, the one that sends most compresses least, and so probably loses least accuracy.
     return min(near, key=lambda prediction: (prediction.strategy.preference, -prediction.bytes_per_step))
 
 
 def _step_s(prediction: Prediction) -> float:
     return prediction.step_s
+
+
+def _useful_step_s(prediction: Prediction) -> float:
+    return prediction.useful_step_s
+
+
+def _under(failures: FailureRates, prediction: Prediction, worker: Profile, cluster: Cluster) -> Prediction:
+    """Return a prediction with the share of useful work under failures."""
+    if prediction.workers == 1:
+        return prediction
+    # A run that cannot go on without a lost worker is started again from a checkpoint.
+    predict = restart_goodput if prediction.strategy.num_dedicated_servers else goodput
+    return replace(
+        prediction, goodput=predict(prediction.strategy, worker, prediction.workers, cluster, failures).share
+    )
 
 
 def _simulate_fastest(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from typing import Any
 
 from tutti.cluster import Cluster
@@ -39,11 +40,18 @@ class Prediction:
     """Approximate memory of one worker, in bytes."""
     simulated: bool = False
     """Whether `step_s` comes from a simulation and not from a formula."""
+    goodput: float = 1.0
+    """The share of useful work under failures, where these are to be expected (`tutti.plan.goodput`)."""
 
     @property
     def efficiency(self) -> float:
         """The share of a step that is computation."""
         return self.computing_s / self.step_s if self.step_s else 1.0
+
+    @property
+    def useful_step_s(self) -> float:
+        """Seconds for the useful work of a step, under failures."""
+        return self.step_s / self.goodput if self.goodput > 0 else inf
 
     @property
     def samples_per_s(self) -> float:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def describe_plan(plan: "Plan") -> str:
     """Return what to do and why: a sentence for each question that a plan answers."""
-    return " ".join([_strategy(plan), *_exactness(plan), *_run_length(plan), *_codecs(plan)])
+    return " ".join([_strategy(plan), *_failures(plan), *_exactness(plan), *_run_length(plan), *_codecs(plan)])
 
 
 def fastest_means(predictions: Sequence[Prediction]) -> tuple[Prediction | None, Prediction | None]:
@@ -41,6 +41,23 @@ def _strategy(plan: "Plan") -> str:
         f"Use {best.strategy}: {plan.workers} workers train {speed_up:.3g} times the samples per second of one worker, "
         f"an efficiency of {speed_up / plan.workers:.0%}. {step}."
     )
+
+
+def _failures(plan: "Plan") -> list[str]:
+    """Say what failures leave of the work, and whether another strategy would be chosen without them."""
+    best, fastest = plan.best, _fastest([each for each in plan.predictions if each.exact == plan.best.exact])
+    if plan.failures is None or plan.workers == 1:
+        return []
+    said = f"Failures leave {best.goodput:.1%} of its work, if {plan.failures}"
+    if plan.restart_share is not None:
+        said += f"; to start all workers again from a checkpoint at every change would leave {plan.restart_share:.1%}"
+    if fastest is best:
+        return [f"{said}."]
+    return [
+        f"{said}.",
+        f"Without failures {fastest.strategy} would be the fastest, with steps of {format_time(fastest.step_s)}; they "
+        f"leave {fastest.goodput:.1%} of its work.",
+    ]
 
 
 def _exactness(plan: "Plan") -> list[str]:

@@ -11,6 +11,7 @@ from tutti.cost.placement import restricted_to
 from tutti.cost.scaled_profile import slowed, with_batch
 from tutti.errors import ConfigError
 from tutti.plan.candidates import candidates
+from tutti.plan.goodput import FailureRates
 from tutti.plan.prediction import Prediction, price
 from tutti.strategies import Strategy
 
@@ -27,12 +28,14 @@ MOST_WORKERS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class RunSize:
-    """How many samples a run trains, as far as that is known."""
+    """How many samples a run trains, and what happens to its workers, as far as that is known."""
 
     global_batch: int | None = None
     """Samples per step of all workers together; None if each worker has the batch of its profile."""
     num_samples: int | None = None
     """Samples of the whole run: epochs times samples of an epoch. None if not known."""
+    failures: FailureRates | None = None
+    """How often workers fail; None if they do not."""
 
     def num_steps(self, worker: Profile, workers: int) -> int | None:
         """Return the steps of the whole run; None if its length is not known."""

@@ -6,3 +6,5 @@ STARTUP_S = 0.7
 """From the start of a worker's process to its `tutti.init`: it is forked from one that has imported torch."""
 CONNECT_S = 0.02
 """What opening connections between the members of a generation takes, beside the messages of it."""
+NOTICE_S = 0.04
+"""From the end of a process until the coordinator has had it looked at, beside the messages of that."""

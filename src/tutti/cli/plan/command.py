@@ -15,7 +15,7 @@ from tutti.cli.options import (
     parse_recipe_options,
     refuse_given,
 )
-from tutti.cli.plan.request import ALLOWED, MEASURED, PlanRequest, parse_allowed, parse_memory
+from tutti.cli.plan.request import ALLOWED, MEASURED, PlanRequest, parse_allowed, parse_failures, parse_memory
 from tutti.cluster import PRESETS
 
 _Workers = Annotated[
@@ -56,6 +56,20 @@ _PerLayer = Annotated[
 _Meshes = Annotated[
     bool, typer.Option("--meshes", metavar="", help="Also compare data, tensor and pipeline parallelism.")
 ]
+_Mtbf = Annotated[
+    str | None,
+    typer.Option(
+        "--mtbf",
+        metavar="DURATION",
+        help="Compare strategies by their useful work if a worker fails this often on average, such as 2h.",
+    ),
+]
+_Repair = Annotated[
+    str | None,
+    typer.Option(
+        "--repair", metavar="DURATION", help="With --mtbf: time until a lost worker is replaced.", show_default="10m"
+    ),
+]
 _Memory = Annotated[
     str | None,
     typer.Option("--memory", metavar="SIZE", help="Memory of a worker, such as 16GiB. Implies --meshes."),
@@ -78,6 +92,8 @@ def plan(
     per_layer: _PerLayer = False,
     meshes: _Meshes = False,
     memory: _Memory = None,
+    mtbf: _Mtbf = None,
+    repair: _Repair = None,
     json_file: JsonFile = None,
 ) -> None:
     """Predict the step time of every strategy on a cluster, and recommend one, or not to distribute at all.
@@ -92,6 +108,8 @@ def plan(
     if target_accuracy is None:
         # An environment variable may name the folder all the same: then it serves to find the length of the run.
         refuse_given(context, ("data",), "changes nothing without --target-accuracy.")
+    if mtbf is None:
+        refuse_given(context, ("repair",), "changes nothing without --mtbf.")
     request = PlanRequest(
         model=model,
         options=parse_recipe_options(option),
@@ -108,6 +126,7 @@ def plan(
         # A limit on memory is a question about meshes: under data parallelism every worker holds the whole model.
         meshes=meshes or memory is not None,
         memory_bytes=parse_memory(memory),
+        failures=parse_failures(mtbf, repair),
     )
     # Imports torch, so it comes last: a mistake in the arguments is reported at once.
     from tutti.cli.plan.planning import run

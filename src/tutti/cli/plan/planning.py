@@ -94,7 +94,8 @@ def _make_plan(request: PlanRequest, console: Console) -> _Planned:
         measure = partial(profile_step, request.model, request.options, request.batch, request.input_shape)
         # On this machine workers share cores and slow each other down; hosts of a cluster have their own.
         profiles = _profiles_sharing_cores(measure) if request.cluster == MEASURED else measure()
-        run_size = RunSize(global_batch=request.global_batch, num_samples=_run_samples(request))
+        samples = _run_samples(request)
+        run_size = RunSize(global_batch=request.global_batch, num_samples=samples, failures=request.failures)
         profile = worker_profile(profiles, request.workers, run_size)
         # The simulator is asked only where formulas do not hold, and only about the fastest few.
         status.update("predicting step times")
@@ -179,12 +180,17 @@ def _table(made: Plan) -> Table:
         "within 5% of the fastest, the one nearest to exact is recommended."
     )
     table.add_column("")
-    for heading in ("step", "exposed", "busy", "samples/s", "sent", "memory"):
+    headings = ["step", "exposed", "busy", "samples/s", "sent", "memory"]
+    if made.failures is not None:
+        headings.append("useful")
+        table.caption += f"\nuseful: share of useful work, if {made.failures}"
+    for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_row("one worker", *_cells(made.alone))
     for prediction in made.predictions[:_MOST_ROWS]:
         mark = "" if prediction.exact else "~"
-        table.add_row(StrategyCell(f"{mark}{prediction.strategy}"), *_cells(prediction))
+        useful = [] if made.failures is None else [f"{prediction.goodput:.1%}"]
+        table.add_row(StrategyCell(f"{mark}{prediction.strategy}"), *_cells(prediction), *useful)
     return table
 
 

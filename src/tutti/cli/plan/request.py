@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tutti.cluster import parse_size
 from tutti.errors import ConfigError
 from tutti.recipes import recipe
+
+if TYPE_CHECKING:
+    from tutti.plan.goodput import FailureRates
 
 MEASURED = "measured"
 """The `--cluster` that stands for processes on this machine."""
@@ -40,6 +43,8 @@ class PlanRequest:
     meshes: bool
     memory_bytes: int | None
     """Memory of a worker; meshes that need more are marked."""
+    failures: "FailureRates | None" = None
+    """How often workers fail."""
 
     def _check(self) -> None:
         for option, size in (("--batch", self.batch), ("--global-batch", self.global_batch)):
@@ -95,3 +100,12 @@ def parse_memory(text: str | None) -> int | None:
     if limit is not None and limit < 1:
         raise ConfigError(f"--memory is what a worker has, such as 16GiB, got {text}.")
     return limit
+
+
+def parse_failures(mtbf: str | None, repair: str | None) -> "FailureRates | None":
+    """Return how often workers fail, by the texts of `--mtbf` and `--repair`; None without the former."""
+    if mtbf is None:
+        return None
+    from tutti.plan.goodput import FailureRates  # Imports torch.
+
+    return FailureRates.parse(mtbf, repair or "10m")

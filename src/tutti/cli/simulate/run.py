@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,25 +13,37 @@ from tutti.cli.options import (
     Epochs,
     JsonFile,
     LearningRateText,
+    PlotFile,
     RecipeOptions,
     RunName,
     Seed,
     StrategyText,
     given_again,
+    is_given,
     parse_lr,
     parse_recipe_options,
     refuse_given,
 )
 from tutti.cli.simulate.cluster_options import JitterSpread, Slow, load_cluster
+from tutti.cluster import Cluster
 from tutti.errors import ConfigError
 from tutti.recipes import RECIPES
+
+if TYPE_CHECKING:
+    from tutti.recipes.training import TrainingConfig
 
 _DEFAULT_WORKERS = 16
 
 _TRAINING_OPTIONS = (
     "chaos", "cluster", "strategy", "slow", "jitter", "data", "epochs", "option", "seed", "lr", "name", "json_file",
+    "mtbf", "repair", "plot",
 )  # fmt: skip
 """Options that `--calibrate` does not use."""
+
+_WITHOUT_TRAINING = (
+    "chaos", "jitter", "data", "epochs", "option", "seed", "lr", "name", "calibration", "lab",
+)  # fmt: skip
+"""Options that `--mtbf` does not use."""
 
 _Recipe = Annotated[
     str | None,
@@ -58,6 +70,21 @@ _Chaos = Annotated[
         metavar="TEXT",
         help='Cause failures on purpose, in virtual time: "kill any every 20s; stop 2 for 3s at 10s; '
         'cut host 0 for 5s; join at 30s; leave 1 at 40s; seed 7".',
+    ),
+]
+_Mtbf = Annotated[
+    str | None,
+    typer.Option(
+        "--mtbf",
+        metavar="DURATION",
+        help="Train nothing: predict the share of useful work if a worker fails this often on average, such as 2h. "
+        "--workers and --strategy may be lists with commas between.",
+    ),
+]
+_Repair = Annotated[
+    str | None,
+    typer.Option(
+        "--repair", metavar="DURATION", help="With --mtbf: time until a lost worker is replaced.", show_default="10m"
     ),
 ]
 _CalibrationFile = Annotated[
@@ -92,6 +119,9 @@ def run(
     json_file: JsonFile = None,
     calibration: _CalibrationFile = None,
     lab: _Lab = None,
+    mtbf: _Mtbf = None,
+    repair: _Repair = None,
+    plot: PlotFile = None,
 ) -> None:
     """Train a recipe on a simulated cluster, with real gradients in virtual time, in one process.
 
@@ -108,11 +138,14 @@ def run(
 
         calibrate(recipe or "mnist-mlp", calibration, _fixed_number(workers), lab)
         return
+    if mtbf is None:
+        refuse_given(context, ("repair", "plot"), "changes nothing without --mtbf.")
+    elif recipe is not None:
+        _predict_goodput(context, recipe, load_cluster(cluster, slow, None), (mtbf, repair or "10m"))
+        return
     if recipe is None or lab is not None:
         wanted = "a RECIPE, such as digits" if recipe is None else "--lab only with --calibrate"
         raise ConfigError(f"tutti simulate takes {wanted}; see tutti simulate --help.")
-    from tutti.cli.simulate.training import simulate_training
-    from tutti.launch.elastic_run import with_chaos
     from tutti.recipes.training import TrainingConfig
 
     config = TrainingConfig(
@@ -124,15 +157,37 @@ def run(
         seed=seed,
         lr=parse_lr(lr),
     )
-    check_writable(json_file)
+    _train(context, config, load_cluster(cluster, slow, jitter))
+
+
+def _train(context: typer.Context, config: "TrainingConfig", cluster: Cluster) -> None:
+    """Train in virtual time, with the command's other options."""
+    from tutti.cli.simulate.training import simulate_training
+    from tutti.launch.elastic_run import with_chaos
+
+    options = context.params
+    check_writable(options["json_file"])
+    workers = _DEFAULT_WORKERS if options["workers"] is None else options["workers"]
     simulate_training(
         config,
-        with_chaos(_DEFAULT_WORKERS if workers is None else workers, chaos),
-        load_cluster(cluster, slow, jitter),
-        name,
+        with_chaos(workers, options["chaos"]),
+        cluster,
+        options["name"],
         partial(given_again, context),
-        lambda summary: write_json(json_file, summary),
+        lambda summary: write_json(options["json_file"], summary),
     )
+
+
+def _predict_goodput(context: typer.Context, recipe: str, cluster: Cluster, rates: tuple[str, str]) -> None:
+    """Predict the share of useful work under failures, with the command's other options."""
+    refuse_given(context, _WITHOUT_TRAINING, "changes nothing with --mtbf, which trains nothing.")
+    options = context.params
+    check_writable(options["json_file"])
+    from tutti.cli.simulate.goodput import goodput_curves
+
+    strategies = options["strategy"] if is_given(context, "strategy") else None
+    written = goodput_curves(recipe, options["workers"], strategies, cluster, rates, options["plot"])
+    write_json(options["json_file"], written)
 
 
 def _fixed_number(workers: str | None) -> int | None:

@@ -404,7 +404,7 @@ class ElasticJob:
             assert new is not None
             self._waits_to_join = False
             if all(each.info.get("progress", -1) < 0 for each in new.members):
-                self._elastic.member.depart(finished=False)
+                self._elastic.member.depart(finished=False, as_lost=True)
                 raise RankLost(
                     f"rank {job.world.transport.world_rank}: all workers that this one was to take the state from are "
                     "lost. Start it again: it continues from the last checkpoint, if the script restores it."

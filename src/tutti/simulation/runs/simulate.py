@@ -26,7 +26,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -100,6 +100,8 @@ class Simulation:
     """Messages sent by all ranks."""
     lost: dict[int, float]
     """Ranks that were killed, by the cluster's `failures` or by chaos, and the time of each."""
+    joined: dict[int, float] = field(default_factory=dict)
+    """Ranks that came to a run which may change its ranks, and when each was among the others."""
     chaos: list[tuple[float, str]] = field(default_factory=list)
     """What chaos has done to ranks and hosts, and when."""
 
@@ -203,7 +205,8 @@ def _simulate(run: _SimulatedRun, on_progress: Callable[[float, int], None] | No
         _raise_first_failure(ranks)
     elif mistakes := [rank for rank in ranks if _is_mistake(rank)]:
         _raise_first_failure(mistakes)
-    return _result(ranks, network, [] if launcher is None else launcher.log)
+    done = _result(ranks, network)
+    return done if launcher is None else replace(done, chaos=launcher.log, joined=launcher.joined)
 
 
 def _is_mistake(rank: Rank) -> bool:
@@ -287,7 +290,7 @@ def _raise_first_failure(ranks: list[Rank], include_knock_on: bool = True) -> No
     raise WorkerFailed(rank.number, failure.reason, failure.traceback) from rank.thread.error
 
 
-def _result(ranks: list[Rank], network: Network, chaos: list[tuple[float, str]]) -> Simulation:
+def _result(ranks: list[Rank], network: Network) -> Simulation:
     accounts = [rank.time_account for rank in ranks]
     return Simulation(
         results=[rank.thread.result for rank in ranks],
@@ -299,5 +302,4 @@ def _result(ranks: list[Rank], network: Network, chaos: list[tuple[float, str]])
         events=[account.events for account in accounts],
         num_messages=sum(rank.num_messages for rank in ranks),
         lost={rank.number: min(rank.clock, rank.dies_s) for rank in ranks if rank.thread.died},
-        chaos=chaos,
     )

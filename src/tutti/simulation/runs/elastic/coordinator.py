@@ -34,10 +34,10 @@ from tutti.coordination.state import CoordinatorState
 from tutti.simulation.engine import Engine
 from tutti.simulation.network import Network
 from tutti.simulation.rank import Rank
-from tutti.simulation.recovery import PATIENCE_S
+from tutti.simulation.recovery import NOTICE_S, PATIENCE_S
 from tutti.simulation.runs.elastic.member import SimulatedMember
 
-_SOON_S = 0.02
+_SOON_S = NOTICE_S / 2
 """How soon the time is looked at after the end of a connection."""
 _FOLLOWS_S = 5.0
 """How long after the patience something may still follow from an event by time alone."""

@@ -55,6 +55,8 @@ class SimulatedLauncher:
         self.workers: list[SimulatedWorker] = []
         self._restarts = Restarts(elastic.restarts, lambda: engine.now)
         self._coordinator = SimulatedCoordinator(engine, registry.network, self._end)
+        self.joined: dict[int, float] = {}
+        """When each rank was first among the others."""
         self.log: list[tuple[float, str]] = []
         """What was done to ranks, and when."""
         targets = SimulatedTargets(self, self._coordinator, registry.network, places)
@@ -120,6 +122,7 @@ class SimulatedLauncher:
 
     def _joined(self, worker: SimulatedWorker) -> None:
         worker.has_joined = True
+        self.joined.setdefault(worker.rank.number, self._engine.now)
         self._tell()
         first = self.workers[: self._elastic.num_started]
         if self._chaos is not None and all(each.has_joined for each in first):
