@@ -35,34 +35,34 @@ OnMembership = Callable[[MembershipChange], object]
 
 
 class MembershipListeners:
-    """The functions that are called after changes, and the changes of which they were not told yet."""
+    """The functions that are called after changes, and the changes that they were not called with yet."""
 
     def __init__(self) -> None:
         """Start without any."""
         self.calls: list[OnMembership] = []
-        self._untold: list[MembershipChange] = []
-        self._is_telling = False
+        self._pending: list[MembershipChange] = []
+        self._is_notifying = False
 
     def note(self, old: Generation, new: Generation) -> None:
-        """Remember a change, until `tell`."""
+        """Remember a change, until `notify`."""
         before, after = (tuple(each.description.rank for each in found.members) for found in (old, new))
         if self.calls and before != after:  # A synchronous start begins and ends with a generation of its own.
-            self._untold.append(MembershipChange(new.number, before, after))
+            self._pending.append(MembershipChange(new.number, before, after))
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Call the functions, between two steps. What they raise is raised."""
-        while self._untold:
-            change = self._untold.pop(0)
-            self._is_telling = True
+        while self._pending:
+            change = self._pending.pop(0)
+            self._is_notifying = True
             try:
                 for call in list(self.calls):
                     call(change)
             finally:
-                self._is_telling = False
+                self._is_notifying = False
 
     def refuse_collective(self) -> None:
         """Raise `ConfigError` in a function that is called here: other workers may be elsewhere in their loops."""
-        if self._is_telling:
+        if self._is_notifying:
             raise ConfigError(
                 "a collective call in a function given to job.on_membership: other workers may be elsewhere in their "
                 "loops. Remember the change there, and make the call in the loop."
@@ -70,7 +70,7 @@ class MembershipListeners:
 
 
 class JobMembership:
-    """The part of a job that tells its user of changes of the workers. `Job` sets the fields."""
+    """The part of a job that calls functions of the user's after changes of the workers. `Job` sets the fields."""
 
     world: World
     _rate_scaling: RateScaling | None = None
@@ -79,9 +79,9 @@ class JobMembership:
         """Have a function called after each change of the workers of an elastic run.
 
         It is called with a `MembershipChange`, between two steps, on every worker that was there before: before the
-        next batch comes, or after the last one. `job.world` has the new rank and size. A worker that joins is not told
-        of its own arrival. Collective calls are refused in it, because other workers may be elsewhere in their loops.
-        An error in it ends this worker, as one in the loop would. With a fixed number of workers it is never called.
+        next batch comes, or after the last one. `job.world` has the new rank and size. A worker that joins does not
+        call it for its own arrival. Collective calls are refused in it, because other workers may be elsewhere in their
+        loops. An error in it ends this worker, as one in the loop would. With a fixed number of workers, none calls it.
 
         Args:
             call: the function. Several are called in the order in which they were given.

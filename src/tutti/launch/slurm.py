@@ -1,6 +1,6 @@
 """`SlurmJob`: a training run as a Slurm batch script, and its submission.
 
-The script starts one task per worker by srun; `tutti.init` reads what srun tells each of them. Some time before the
+The script starts one task per worker by srun; `tutti.init` reads the variables that srun sets. Some time before the
 job's time is up, Slurm sends SIGUSR1 to the workers, and SIGTERM when another job takes the nodes. Workers that save
 checkpoints write one more, and end with 128 plus the number of the signal. The script then puts the job back into the
 queue, and its next start continues from that checkpoint (`job.restore`). After `scancel`, Slurm ends the script itself:
@@ -46,7 +46,7 @@ class SlurmJob:
     array: str | None = None
     """Numbers of the tasks of an array, such as 0-7 or 1,3,5%2: each is a run of its own."""
     notice_s: int = 120
-    """How long before the end of its time the workers are told to save their state."""
+    """How long before the end of its time the workers are asked to save their state."""
     requeues: int = 20
     """How often the job is put back into the queue."""
     name: str | None = None
@@ -138,7 +138,7 @@ class SlurmJob:
         ]
         if self.requeues:
             lines += [
-                "# 128 + SIGUSR1 or SIGTERM: the workers were told to stop, and have saved a checkpoint. The next",
+                "# 128 + SIGUSR1 or SIGTERM: the workers were asked to stop, and have saved a checkpoint. The next",
                 "# start of the job continues from there.",
                 'case "$status" in 138 | 143)',
                 f'    [ "${{SLURM_RESTART_COUNT:-0}}" -lt {self.requeues} ] &&',

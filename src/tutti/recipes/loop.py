@@ -102,7 +102,7 @@ def measure_agreed(job: Job, measure: Callable[[bool], Measured], *, last: bool)
     the rest of its data alone. After the last epoch the caller measures, once the job has finished.
 
     Args:
-        measure: is told whether all ranks call it.
+        measure: called with whether all ranks call it.
     """
     if job.strategy.synchronous:
         with job.consensus(optimizer=False):

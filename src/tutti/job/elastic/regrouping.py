@@ -104,7 +104,7 @@ class ElasticJob:
         job = self._the_job
         if not (job._replica.in_consensus or job._replica.away):
             self._change_ranks(job, at_end, is_over)
-            self.membership.tell()
+            self.membership.notify()
 
     def _change_ranks(self, job: "Job", at_end: bool, is_over: bool) -> None:
         replica, counts = job._replica, self._world.sample_counts

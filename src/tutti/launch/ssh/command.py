@@ -1,4 +1,4 @@
-"""The command that starts an agent on a host over ssh, and what it is told on its standard input."""
+"""The command that starts an agent on a host over ssh, and what it gets on its standard input."""
 
 import os
 import shlex

@@ -16,7 +16,7 @@ class SshHost:
     """A host, and how many workers it gets."""
 
     target: str
-    """As ssh is told: a name or an address, or an alias of the user's ssh configuration; perhaps with user@."""
+    """The destination for ssh: a name, an address, or an alias of the user's ssh configuration; perhaps with user@."""
     num_workers: int
 
     @property
