@@ -403,3 +403,21 @@ def test_the_leader_that_evaluates_takes_part_in_the_steps_of_the_start(strategy
         return away
 
     assert run_ok(train, size=SIZE, transport=transport)[0] == [False, True]
+
+
+@pytest.mark.parametrize("strategy", ["peers", "averaging:every=3"])
+def test_a_rank_may_end_where_the_start_ends(strategy: str) -> None:
+    """The others go on, and change to the strategy first, for which they need it."""
+
+    def train(world: World) -> Tensor:
+        model = net()
+        optimizer = sgd(model)
+        job = distribute(model, optimizer, strategy, world=world)
+        job.start_synchronously(3)
+        for number in range([3, 5, 6][world.rank]):
+            step(model, optimizer, whole_batch(number).tensor_split(SIZE)[world.rank])
+        job.finish()
+        return values(model)
+
+    found = run_ok(train, size=SIZE, transport="sockets")
+    assert all(torch.equal(end, found[0]) for end in found)

@@ -226,6 +226,8 @@ class Job(CollectiveValues, JobCheckpoints, JobMembership, JobProgress, Synchron
         if not self._finished:
             _refuse_in_consensus(self._replica, "job.finish()")
             refuse_on_membership(self.world)
+            if self.world.elastic is None:
+                self._attach_for_next_step()  # Others may go on behind a synchronous start, and wait for this rank.
             self._was_leader = self.is_leader  # Asked while peers are still known.
             self._finished = True
             if self.world.elastic is not None and self.world.elastic.regrouping is not None:
