@@ -27,15 +27,15 @@ OPTIONS = {
     "profile": "--batch --device --input --json --option MODEL",
     "plan": (
         "--allow --batch --cluster --data --epochs --global-batch --input --json --memory --meshes "
-        "--option --per-layer --target-accuracy --workers MODEL"
+        "--mtbf --option --per-layer --repair --target-accuracy --workers MODEL"
     ),
     "doctor": "--json --lab --network --workers",
     "status": "--json --stack RUN",
     "checkpoints": "--overwrite --step --to --verify RUN",
     "reproduce": "--data --name --quick --rate --report-only REPRODUCTION",
     "simulate run": (
-        "--calibrate --cluster --data --epochs --jitter --json --lab --lr --name --option --seed "
-        "--slow --strategy --workers RECIPE"
+        "--calibrate --chaos --cluster --data --epochs --jitter --json --lab --lr --mtbf --name --option --plot "
+        "--repair --seed --slow --strategy --workers RECIPE"
     ),
     "simulate scaling": (
         "--accelerator --batch --cluster --json --model --plot --sample-time --steps --strategy --workers"
@@ -56,7 +56,7 @@ OPTIONS = {
     "bench checkpoints": "--folder --json --kills --parts --quick --rounds --seed",
     "bench checks": "--json --model --rounds --workers",
     "bench control": "--json --lab --model --rounds --workers",
-    "bench elastic": "--data --json --kills --model --only --parts --quick --seed",
+    "bench elastic": "--data --json --kills --model --only --parts --quick --seed --simulated",
     "bench encryption": "--json --lab --rounds --sizes",
     "bench hostile": "--connections --json --model --rate",
     "bench overlap": "--json --lab --models --rounds MODEL",

@@ -119,7 +119,8 @@ class Script:
                 self.initial.setdefault(p, p.detach().clone())
             return _NoJob(model)
         if self.strategy == "ps:async":  # Every update is a step, so that there are twice as many: at half the rate.
-            parse(self.strategy).learning_rate(NUM_RANKS).apply(optimizer)
+            for group in optimizer.param_groups:
+                group["lr"] /= NUM_RANKS
         job = distribute(model, optimizer, self.strategy, world=self.world, mesh=self.mesh, **options)
         self.jobs.append(job)
         return job
