@@ -50,7 +50,8 @@ test-frameworks: $(STAMP)
 # Slurm's daemons are started by the tests themselves, in a folder of theirs. Without them, the tests are skipped.
 test-slurm: $(STAMP)
 	apt-get install --yes --no-install-recommends slurm-wlm munge
-	$(BIN)/pytest tests/integration/test_slurm.py
+	TUTTI_TEST_SLURM=1 $(BIN)/pytest tests/integration/test_slurm.py
+	TUTTI_TEST_SLURM=1 $(BIN)/pytest tests/contract/test_launcher_contract.py -k slurm
 
 # For the inner loop: one process, no launches.
 test-quick: $(STAMP)
