@@ -89,7 +89,7 @@ def _all_step_times(
         for workers in config.workers:
             context.progress(f"training steps, {network}, {workers} workers")
             with nullcontext() if rate is None else make_lab(workers, rate) as hosts:
-                where = {"workers": workers} if hosts is None else {"lab": hosts}
+                where = {"workers": workers} if hosts is None else {"on": hosts}
                 timed = under_mpi.run(time_steps, list(config.widths), config.rounds, **where)
             rows += [from_json(AlgorithmStepTimes, {"network": network, "workers": workers, **row}) for row in timed]
     return tuple(rows)

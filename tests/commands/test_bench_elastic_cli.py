@@ -23,7 +23,7 @@ def test_some_of_the_matrix(call: Call, tmp_path: Path) -> None:
     [
         (
             ["--parts", "floods"],
-            "no part of this benchmark is called 'floods'. Known: kills, cost, goodput",
+            "no part of this benchmark is called 'floods'. Known: kills, joins, cost, goodput",
         ),
         (["--parts", "matrix", "--only", "ring,floods"], "no strategy, transport or fault has the words ring, floods"),
         (["--kills", "0"], "Invalid value for '--kills'"),

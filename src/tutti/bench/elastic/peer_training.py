@@ -189,7 +189,7 @@ def lighthouse() -> None:
     limits = {"join_timeout_ms": 500, "quorum_tick_ms": 20, "heartbeat_timeout_ms": 1000}
     server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, **limits)
     print(server.address().rsplit(":", 1)[1], flush=True)
-    signal.pause()
+    signal.pause()  # Ended by the signal with which the benchmark ends it.
 
 
 PROGRAMS: dict[str, Callable[..., None]] = {"torchft": under_torchft, "torchrun": under_torchrun}

@@ -134,7 +134,7 @@ def _wait(processes: "dict[Path, subprocess.Popen[bytes]]") -> str:
         for process in processes.values():
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                process.wait()  # Ended by the signal.
     return problem
 
 

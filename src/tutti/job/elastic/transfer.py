@@ -64,7 +64,7 @@ def send_state(state: SharedState, transport: Transport, sources: Sequence[int],
             work += [transport.isend(part, taker) for part in own.parts(0, 1)]
         work += [transport.isend(part, taker) for part in equal.parts(sources.index(transport.rank), len(sources))]
     for each in work:
-        each.wait()
+        each.wait()  # Ended by the other ranks of this generation, or by their loss.
 
 
 def receive_state(transport: Transport, sources: Sequence[int]) -> SharedState:
@@ -75,7 +75,7 @@ def receive_state(transport: Transport, sources: Sequence[int]) -> SharedState:
     for number, source in enumerate(sources):
         work += [transport.irecv(part, source) for part in equal.parts(number, len(sources))]
     for each in work:
-        each.wait()
+        each.wait()  # Ended by the other ranks of this generation, or by their loss.
     return SharedState(equal.unpacked(), own.unpacked())
 
 
