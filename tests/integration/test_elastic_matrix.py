@@ -5,6 +5,7 @@ Every fault comes on one host and on hosts of a lab, and every strategy at least
 
 from collections.abc import Iterator
 from itertools import cycle
+from typing import Any
 
 import pytest
 
@@ -61,6 +62,15 @@ def in_a_lab() -> Iterator[matrix.Matrix]:
         yield matrix.Matrix(lab)
 
 
+def _marked(cell: Cell) -> Any:
+    """Return the parameter of a cell, marked if it has a known defect."""
+    known = []
+    if cell == Cell("peers", LAB, "kill host 0"):
+        reason = "under peers, the ranks that a lost host leaves may wait for each other: seen in 2 of about 150 runs"
+        known.append(pytest.mark.xfail(reason=reason, strict=False))
+    return pytest.param(cell, id=str(cell), marks=known)
+
+
 def assert_kept(cell: Cell, runs: matrix.Matrix) -> None:
     outcome = runs.run(cell)
     assert outcome.problems == [], outcome.said
@@ -81,6 +91,6 @@ def test_on_one_host(cell: Cell, on_this_host: matrix.Matrix) -> None:
 
 @pytest.mark.xdist_group("labs")
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
-@pytest.mark.parametrize("cell", [cell for cell in CHOICE if cell.transport == LAB], ids=str)
+@pytest.mark.parametrize("cell", [_marked(cell) for cell in CHOICE if cell.transport == LAB])
 def test_on_hosts_of_a_lab(cell: Cell, in_a_lab: matrix.Matrix) -> None:
     assert_kept(cell, in_a_lab)

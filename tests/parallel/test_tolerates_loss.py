@@ -155,7 +155,8 @@ def test_all_are_lost(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
         tutti.launch(loses_all, str(tmp_path), workers=3, watch=witness)
     assert (caught.value.rank, caught.value.status) == (2, 1)
     assert "in loses_all" in caught.value.traceback
-    assert len(witness.lines) == 2, "after the last there are no others"
+    # One line where the launcher finds that both killed ones have ended at the same time.
+    assert len(witness.lines) in (1, 2), "after the last there are no others"
     assert len([line for line in witness.said.splitlines() if line.startswith("[rank ")]) == 3
 
 
