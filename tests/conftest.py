@@ -157,7 +157,9 @@ def _processes() -> set[str]:
 
 
 def _threads() -> set[str]:
-    return {f"thread {thread.name} {thread.ident}" for thread in threading.enumerate()}
+    # torch's compiler shows progress by tqdm, where that is installed, whose own thread stays.
+    threads = (thread for thread in threading.enumerate() if thread.name != "tqdm_monitor")
+    return {f"thread {thread.name} {thread.ident}" for thread in threads}
 
 
 def _listening() -> set[str]:

@@ -211,7 +211,7 @@ def test_loss_that_is_not_finite_stops_every_rank(launched: Launched) -> None:
 def files_after_each_world() -> list[int]:
     """Numbers of open files of this process after each world that it has closed."""
     found = []
-    for _ in range(4):
+    for _ in range(8):
         tutti.init().close()
         gc.collect()  # Some of a world refers to itself.
         found.append(len(os.listdir("/proc/self/fd")))
@@ -220,8 +220,8 @@ def files_after_each_world() -> list[int]:
 
 def test_worlds_that_were_closed_give_their_files_back() -> None:
     for first, *_, last in tutti.launch(files_after_each_world, workers=2):
-        # One may still be in the hands of a thread that ends.
-        assert last <= first + 1
+        # Two may still be in the hands of a thread that ends; one that were kept of each world would be seven.
+        assert last <= first + 2
 
 
 def loses(bad_rank: int, bad_step: int) -> str:
