@@ -21,7 +21,7 @@ from tutti.checkpoint.tree import PLAIN_DICTS, PLAIN_KEYS, PLAIN_TENSORS, SIMPLE
 from tutti.parallel.shards import Shard, TensorShard
 
 Layout = list[Any]
-"""What of tensors must be the same for memory to be used again."""
+"""Properties of tensors that must be equal for memory to be used again."""
 
 TENSOR = object()
 """Stands for a tensor in a nest that was taken apart: the next one of the list."""

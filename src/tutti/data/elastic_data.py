@@ -73,7 +73,7 @@ class ElasticData(ABC):
             if self not in elastic.data:
                 _refuse_other_data(self._world, self.number, self._cursor)
         elif elastic is not None and self not in elastic.data:
-            # For evaluation: whoever has made it when, all divide it alike, in the order of the same epoch.
+            # For evaluation: all ranks divide it alike, in the order of the same epoch, whenever each has made it.
             elastic.evaluated.add(self)
             self._cursor.num_parts, self._cursor.stages = self._world.size, ()
             self._cursor.set_epoch(elastic.evaluated_epochs.pop(*next_epoch(self)))

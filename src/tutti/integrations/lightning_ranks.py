@@ -20,7 +20,7 @@ STATE = "tutti"
 
 
 class ClusterEnvironment(Protocol):
-    """Where ranks meet, as Lightning says it."""
+    """The part of a cluster environment of Lightning that Tutti reads."""
 
     @property
     def main_address(self) -> str: ...

@@ -1,7 +1,7 @@
 """`RateScaling`: the learning rate of each step, scaled by the number of workers that take it.
 
 How it works. The rate is scaled when the optimiser steps, and put back behind the step. So schedulers, checkpoints and
-workers that join have the rate of the schedule, whoever is there, and nothing has to be undone when workers come back.
+workers that join have the rate of the schedule, for any members, and nothing has to be undone when workers come back.
 """
 
 from collections.abc import Callable

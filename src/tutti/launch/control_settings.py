@@ -63,7 +63,7 @@ def find_secret(environment: Mapping[str, str] = os.environ, *, make: bool = Tru
     """Return the secret of this run.
 
     Args:
-        environment: variables, of which some say it.
+        environment: environment variables to read it from.
         make: whether a user who has none gets one. Otherwise that is a `ConfigError`.
     """
     how = environment.get(ENCRYPT, "1")

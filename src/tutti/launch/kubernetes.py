@@ -28,7 +28,7 @@ _COMMAND_S = 60.0
 _TRAINER = "trainer.kubeflow.org"
 
 _NO_TEXTS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
-"""What YAML takes for other values."""
+"""Texts that YAML reads as values of other types."""
 
 Manifest = dict[str, Any]
 

@@ -5,6 +5,6 @@ PATIENCE_S = 10.0
 STARTUP_S = 0.7
 """From the start of a worker's process to its `tutti.init`: it is forked from one that has imported torch."""
 CONNECT_S = 0.02
-"""What opening connections between the members of a generation takes, beside the messages of it."""
+"""Seconds to open connections between the members of a generation, in addition to its messages."""
 NOTICE_S = 0.04
 """From the end of a process until the coordinator has had it looked at, beside the messages of that."""

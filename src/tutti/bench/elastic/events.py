@@ -37,7 +37,7 @@ def _cut() -> None:
 
 
 EVENTS: dict[str, Callable[[], None]] = {"kill": _kill, "stop": _stop, "leave": _leave, "fail": _fail, "cut": _cut}
-"""What a victim does, by name."""
+"""The faults that a worker causes in itself, by name."""
 
 
 class Newcomers:

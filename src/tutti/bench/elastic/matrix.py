@@ -163,7 +163,7 @@ def launch_run(
         lab: on whose hosts; None for this machine.
         epochs: number of epochs.
         pause_s: how long a worker pauses in every step.
-        elastic: how its workers may come and go, if the fault does not say it.
+        elastic: limits and restarts of the workers; None for those of the fault.
         watch: called with a rank and what it has reported.
     """
     fault, draw, seen, said = FAULTS[cell.fault], random.Random(str(cell)), SeenRun(), io.StringIO()

@@ -42,7 +42,7 @@ STRATEGIES: dict[str, str] = {
     "peers": ONCE,
     "gossip": ONCE,
 }
-"""What strategies promise whatever happens, on every transport but for those of `_WITH_SHARDS`."""
+"""The promise of each strategy under all faults and transports, except for those in `_WITH_SHARDS`."""
 
 _WITH_SHARDS = ("ps:ssp", "ps:async")
 """Strategies whose ranks hold parameters that others do not have, where memory is not shared by all of them. What was

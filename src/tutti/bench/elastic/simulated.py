@@ -297,7 +297,7 @@ def _simulate(
 
 
 def _train(subject: SimulatedSubject, most: int, record: _Record) -> _End:
-    """Train to the end, whoever else is there. The function of every rank."""
+    """Train to the end, with any other members. The function of every rank."""
     world = init()
     torch.manual_seed(0)
     num_samples = _STEPS * _BATCH * most

@@ -66,7 +66,7 @@ class ElasticResult:
 
 
 def train(settings: ElasticSettings) -> ElasticResult:
-    """Train to the end, whoever else is there."""
+    """Train to the end, with any other members."""
     torch.set_num_threads(1)
     world = init()
     torch.manual_seed(0)

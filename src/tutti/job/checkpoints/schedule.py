@@ -120,7 +120,7 @@ class Schedules:
     def __init__(self) -> None:
         self._schedules: dict[tuple[str, str], CheckpointSchedule] = {}
         self._inherited: dict[tuple[str, str], dict[str, Any]] = {}
-        """Of the others, on a rank that has joined them, until its loop comes to them."""
+        """Schedules received from other ranks, on a rank that has joined, until its loop reaches them."""
 
     def get(self, run: str, every: Every) -> CheckpointSchedule | None:
         """Return a schedule; None if the loop comes to it for the first time."""
